@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option and every limit, each with its unit, default, reason and check.
+
+Options come from vLLM's ``kv_connector_extra_config``; those marked so can also be
+set by an environment variable ``PYKVCACHE_<NAME>``. An explicit option wins over the
+environment, the environment over the default. Nothing else in this package reads the
+environment or parses an option.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from pykvcache.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+ENVIRONMENT_PREFIX = "PYKVCACHE_"
+
+#: Keys of ``kv_connector_extra_config`` that vLLM's offloading connector reads itself.
+CONNECTOR_KEYS = frozenset({"spec_name", "offload_prompt_only", "self_describing_kv_events"})
+
+#: Keys of vLLM's connector that would contradict an option of ours: what to use instead.
+REPLACED_KEYS = {
+    "block_size": "use 'tokens_per_chunk'",
+    "blocks_per_chunk": "use 'tokens_per_chunk'",
+    "cpu_bytes_to_use": "use --kv-offloading-size",
+    "canonical_layout": "this backend stores each rank's own pages",
+    "spec_module_path": "use --kv-offloading-backend pykvcache",
+    "sync_load_budget_bytes": "this backend loads between steps, never inside one",
+    "secondary_tiers": "this backend has no further tiers",
+}
+
+
+def default_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """``$XDG_CACHE_HOME/pykvcache``, else ``~/.cache/pykvcache`` (XDG Base Directory)."""
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "pykvcache"
+
+
+class Config(BaseModel):
+    """The validated options of one server; frozen, and the same on every process of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    root: Path = Field(
+        default_factory=default_root,
+        description="Directory of the KV files; a local NVMe drive or a shared filesystem.",
+        json_schema_extra={"environment": True},
+    )
+    namespace: str = Field(
+        default="",
+        max_length=128,
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description="Servers share chunks only within one namespace, such as a tenant or a "
+        "deployment; part of the identity.",
+        json_schema_extra={"environment": True},
+    )
+    tokens_per_chunk: int = Field(
+        default=256,
+        ge=1,
+        description="Tokens in one file. Larger files read faster, smaller ones waste less of a "
+        "prompt's tail; 256 gives files of 5 to 30 MiB, which saturate a drive at depth 8.",
+        json_schema_extra={"environment": True},
+    )
+    io_depth: int = Field(
+        default=8,
+        ge=1,
+        le=256,
+        description="Reads and writes in flight. 8 saturates the drives measured; more only "
+        "takes slots.",
+        json_schema_extra={"environment": True},
+    )
+    open_lookahead: int = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Files opened or created ahead of their read or write: twice the depth hides "
+        "the open behind the transfers, and bounds descriptors.",
+    )
+    copy_headroom: int = Field(
+        default=4,
+        ge=1,
+        le=256,
+        description="Slots beyond io_depth, so that chunks being copied to or from the device "
+        "cannot drain the disk's queue.",
+    )
+    direct_io: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="O_DIRECT: 'auto' uses it where the filesystem takes it and warns where not, "
+        "'on' refuses to start without it.",
+        json_schema_extra={"environment": True},
+    )
+    io_engine: Literal["auto", "io_uring", "threads"] = Field(
+        default="auto",
+        description="'auto' uses io_uring where the kernel and the sandbox allow it, else "
+        "threads, with a warning; 'io_uring' refuses to start without it.",
+        json_schema_extra={"environment": True},
+    )
+    load_deadline_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="Seconds after which a load that has not ended is recomputed instead.",
+        json_schema_extra={"environment": True},
+    )
+    shutdown_timeout_s: float = Field(
+        default=10.0,
+        ge=0,
+        le=600,
+        description="Seconds for which a stopping server finishes stores whose data it holds.",
+    )
+    flush_timeout_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=60,
+        description="Seconds the engine waits at most for device copies of blocks it reuses.",
+    )
+    mailbox_jobs: int = Field(
+        default=4096,
+        ge=1,
+        description="Jobs handed to the reactor and not yet ended; beyond it a store is dropped "
+        "and a load is recomputed, so that the queue cannot grow without bound.",
+    )
+    failed_key_ttl_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds for which a chunk that failed to load counts as a miss.",
+    )
+    lookup_ttl_s: float = Field(
+        default=1.0,
+        ge=0,
+        description="Seconds for which a look-up that found a chunk is believed without asking "
+        "the filesystem again; a chunk deleted meanwhile is recomputed.",
+    )
+    switch_interval_s: float = Field(
+        default=0.0005,
+        ge=0,
+        le=1,
+        description="The interpreter's thread switch interval in the worker (0 leaves it): the "
+        "reactor shares the interpreter with the engine, and 0.5 ms instead of 5 ms keeps the "
+        "disk's queue filled while the engine computes in Python.",
+    )
+
+    @field_validator("root", mode="before")
+    @classmethod
+    def _absolute_root(cls, value: Any) -> Any:
+        if isinstance(value, str | os.PathLike) and os.fspath(value):
+            return Path(os.path.abspath(os.path.expanduser(os.fspath(value))))
+        raise ValueError("must be the path of a directory")
+
+    @property
+    def slots_min(self) -> int:
+        """Slots without which the disk's queue cannot be kept full (paper, section 6.4)."""
+        return self.io_depth + self.copy_headroom
+
+
+def environment_options(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The options that the environment sets: ``{option: text}``."""
+    found = {}
+    for name, field in Config.model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("environment"):
+            text = environment.get(ENVIRONMENT_PREFIX + name.upper())
+            if text:
+                found[name] = text
+    return found
+
+
+def parse_config(options: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
+    """Build the configuration from ``kv_connector_extra_config``.
+
+    Args:
+        options: the user's options, with or without vLLM's own connector keys.
+        environment: where ``PYKVCACHE_*`` variables are looked up.
+
+    Raises:
+        ConfigError: an unknown option, a value of the wrong type or range, or an
+            impossible combination; the message names option, value and what is accepted.
+    """
+    own = {key: value for key, value in options.items() if key not in CONNECTOR_KEYS}
+    for key in own:
+        if key in REPLACED_KEYS:
+            raise ConfigError(
+                f"option '{key}' does not apply to the pykvcache backend: {REPLACED_KEYS[key]}"
+            )
+        if key not in Config.model_fields:
+            raise ConfigError(_unknown_option(key))
+    from_environment = environment_options(environment)
+    try:
+        return Config(**{**from_environment, **own})
+    except ValidationError as error:
+        raise ConfigError(_describe(error, set(own), from_environment)) from None
+
+
+def _unknown_option(key: str) -> str:
+    near = difflib.get_close_matches(key, Config.model_fields, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return (
+        f"unknown option '{key}': {hint}known options are {', '.join(sorted(Config.model_fields))}"
+    )
+
+
+def _describe(error: ValidationError, own: set[str], from_environment: Mapping[str, str]) -> str:
+    lines = []
+    for detail in error.errors():
+        name = str(detail["loc"][0]) if detail["loc"] else "configuration"
+        origin = f"option '{name}'"
+        if name in from_environment and name not in own:
+            origin += f" (from {ENVIRONMENT_PREFIX}{name.upper()})"
+        message = detail["msg"].removeprefix("Value error, ")
+        lines.append(f"{origin} is {detail['input']!r}: {message[0].lower()}{message[1:]}")
+    return "; ".join(lines)

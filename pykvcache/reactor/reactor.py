@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thread that turns the core: mailbox, completions, decisions, submission.
+
+Kernel facts behind the shape of the loop: liburing's own wait calls hold the
+interpreter lock, so the thread sleeps in ``poll`` (which releases it) on the engine's
+descriptor and on an eventfd that the mailbox rings. CUDA events have no descriptor, so
+while copies are in flight the thread looks again every ``Copier.poll_s``.
+
+The engine's thread hands over jobs and takes results; it waits for nothing but
+:meth:`Reactor.flush`, which is bounded by its timeout and never waits for the disk.
+An exception on the reactor's thread is a bug: it is logged once, every job then fails
+(a load is recomputed, a store is a miss), and the engine lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pykvcache.layout import PAGE, Trailer, find_defect, padded
+from pykvcache.pool import Pool, SlotLedger
+from pykvcache.reactor.copier import Copier
+from pykvcache.reactor.engine import IoEngine
+from pykvcache.transfer.core import Limits, TransferCore
+from pykvcache.transfer.jobs import Failure, Job, JobResult
+from pykvcache.transfer.operations import (
+    Action,
+    Completion,
+    CopyOperation,
+    FileOperation,
+)
+
+logger = logging.getLogger(__name__)
+
+ABANDON_TIMEOUT_S = 2.0
+"""Seconds a stopping reactor waits for operations that nobody needs any more; a read that
+never returns must not hold up the server's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """A snapshot for metrics; chunks, except where the name says otherwise."""
+
+    slots_in_use: int = 0
+    slots: int = 0
+    jobs: int = 0
+    queues: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Flush:
+    job_ids: frozenset[int]
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forsake:
+    job_ids: frozenset[int]
+
+
+_Message = Job | _Flush | _Forsake
+
+
+class Reactor:
+    """The transfers of one worker, on a thread of their own."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        pool: Pool,
+        make_engine: Callable[[Sequence[memoryview]], IoEngine],
+        copier: Copier,
+        *,
+        fingerprint: bytes,
+        writer: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        limits: see :class:`~pykvcache.transfer.core.Limits`.
+        pool: the staging memory.
+        make_engine: called on the reactor's thread with the slots' memory; a ring must be
+            made by the thread that uses it, after any fork.
+        copier: the device side.
+        fingerprint: the identity's, written into and expected in every trailer.
+        writer: hex digits that no other writer of the root uses.
+        """
+        self._pool = pool
+        self._ledger = SlotLedger(pool.slots)
+        self._core = TransferCore(limits, self._ledger, writer)
+        self._make_engine = make_engine
+        self._copier = copier
+        self._fingerprint = fingerprint
+        self._writer = writer.encode()
+        self._clock = clock
+        self._mailbox: deque[_Message] = deque()
+        self._results: deque[JobResult] = deque()
+        self._flushes: list[_Flush] = []
+        self._expected: dict[int, FileOperation] = {}
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._failed = False
+        self._stopped = False
+        self._stop_at: float | None = None
+        self._stop_deadline: float | None = None
+        self._gauges = Gauges(slots=pool.slots)
+        self._thread = threading.Thread(target=self._run, name="pykvcache-reactor", daemon=True)
+
+    # --- the engine's thread
+
+    def start(self) -> None:
+        """Start the thread; returns when its engine is ready.
+
+        Raises:
+            Exception: whatever making the engine raised.
+        """
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def fence(self) -> object:
+        """See :meth:`pykvcache.reactor.copier.Copier.fence`."""
+        return self._copier.fence()
+
+    def submit(self, job: Job) -> None:
+        """Hand over a job; it ends with exactly one result. Never blocks."""
+        self._send(job)
+        if self._failed or self._stopped:
+            self._bury_mailbox()
+
+    def take_results(self) -> list[JobResult]:
+        """The jobs that have ended since the last call."""
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def flush(self, job_ids: Iterable[int], timeout_s: float) -> bool:
+        """Wait until the device blocks of these jobs are no longer needed.
+
+        Store chunks that cannot be copied at once are dropped; loads are waited for.
+
+        Returns:
+            False when the timeout came first; stores not copied by then are dropped.
+        """
+        flush = _Flush(frozenset(job_ids))
+        self._send(flush)
+        if self._failed or self._stopped:
+            self._bury_mailbox()
+        if flush.done.wait(timeout_s):
+            return True
+        self._send(_Forsake(flush.job_ids))
+        return False
+
+    @property
+    def gauges(self) -> Gauges:
+        """The latest snapshot; at most one turn of the loop old."""
+        return self._gauges
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread: loads fail, stores whose data is in the pool are finished within
+        the timeout. Idempotent."""
+        if self._stopped or not self._thread.is_alive():
+            self._stopped = True
+            return
+        self._stop_at = self._clock() + timeout_s
+        self._stopped = True
+        os.eventfd_write(self._bell, 1)
+        self._thread.join(timeout_s + 2 * ABANDON_TIMEOUT_S)
+
+    def _send(self, message: _Message) -> None:
+        self._mailbox.append(message)
+        os.eventfd_write(self._bell, 1)
+
+    # --- the reactor's thread
+
+    def _run(self) -> None:
+        try:
+            self._engine = self._make_engine(self._pool.views())
+            self._copier.enter_thread()
+        except BaseException as error:
+            self._start_error = error
+            return
+        finally:
+            self._started.set()
+        try:
+            self._loop()
+        except Exception:
+            logger.exception("The KV offloading reactor failed; offloading is off from here on")
+            self._fail_everything()
+
+    def _loop(self) -> None:
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        poller.register(self._engine.fileno(), select.POLLIN)
+        while not self._ended():
+            for descriptor, _events in self._wait(poller):
+                if descriptor == self._bell:
+                    os.eventfd_read(self._bell)
+            self._turn()
+        if self._engine.in_flight == 0:
+            self._engine.close()
+        if self._copier.in_flight == 0:
+            self._copier.close()
+
+    def _turn(self) -> None:
+        now = self._clock()
+        self._read_mailbox(now)
+        completions = self._examine(self._engine.reap()) + self._copier.reap()
+        self._core.complete(completions, now)
+        files: list[FileOperation] = []
+        copies: list[CopyOperation] = []
+        for operation in self._core.advance(now):
+            if isinstance(operation, FileOperation):
+                files.append(self._prepare(operation))
+            else:
+                copies.append(operation)
+        if files:  # before the copies: the disk works while the CPU copies
+            self._engine.submit(files)
+        for copy in copies:
+            self._copier.launch(copy)
+        self._publish()
+
+    def _read_mailbox(self, now: float) -> None:
+        while self._mailbox:
+            message = self._mailbox.popleft()
+            if isinstance(message, Job):
+                self._core.submit(message, now)
+            elif isinstance(message, _Flush):
+                self._core.flush(message.job_ids)
+                self._flushes.append(message)
+            else:
+                self._core.forsake(message.job_ids, now)
+        if self._stop_at is not None and self._stop_deadline is None:
+            self._core.close(now)
+            self._stop_deadline = self._stop_at
+
+    def _prepare(self, operation: FileOperation) -> FileOperation:
+        if operation.action is Action.READ:
+            self._expected[operation.token] = operation
+        elif operation.action is Action.WRITE:
+            self._write_trailer(operation)
+        return operation
+
+    def _write_trailer(self, operation: FileOperation) -> None:
+        chunk = operation.chunk
+        assert chunk is not None
+        slot = self._pool.view(operation.slot)
+        payload = padded(chunk.payload_bytes)
+        if payload != chunk.payload_bytes:
+            slot[chunk.payload_bytes : payload] = bytes(payload - chunk.payload_bytes)
+        Trailer(
+            key=chunk.key,
+            fingerprint=self._fingerprint,
+            payload_bytes=chunk.payload_bytes,
+            span=chunk.span,
+            time_ns=time.time_ns(),
+            writer=self._writer,
+        ).encode_into(slot[payload : payload + PAGE])
+
+    def _examine(self, completions: list[Completion]) -> list[Completion]:
+        return [
+            self._check_read(completion) if completion.token in self._expected else completion
+            for completion in completions
+        ]
+
+    def _check_read(self, completion: Completion) -> Completion:
+        operation = self._expected.pop(completion.token)
+        chunk = operation.chunk
+        assert chunk is not None
+        if completion.result != operation.length:
+            return completion
+        end = operation.length
+        defect = find_defect(
+            self._pool.view(operation.slot)[end - PAGE : end],
+            key=chunk.key,
+            fingerprint=self._fingerprint,
+            payload_bytes=chunk.payload_bytes,
+            span=chunk.span,
+        )
+        return Completion(completion.token, completion.result, defect)
+
+    def _publish(self) -> None:
+        self._results.extend(self._core.take_results())
+        if self._flushes:
+            waiting = []
+            for flush in self._flushes:
+                if self._core.settled(flush.job_ids):
+                    flush.done.set()
+                else:
+                    waiting.append(flush)
+            self._flushes = waiting
+        self._gauges = Gauges(
+            slots_in_use=self._ledger.leased,
+            slots=self._ledger.capacity,
+            jobs=self._core.jobs,
+            queues=self._core.queue_lengths(),
+        )
+
+    def _wait(self, poller: select.poll) -> list[tuple[int, int]]:
+        """Sleep until there is something to do; poll's own timeout has whole milliseconds."""
+        if self._mailbox:
+            return poller.poll(0)
+        if self._copier.in_flight:
+            events = poller.poll(0)
+            if not events and self._copier.poll_s:
+                time.sleep(self._copier.poll_s)
+            return events
+        moments = (self._core.next_deadline(), self._stop_deadline)
+        seconds = [moment - self._clock() for moment in moments if moment is not None]
+        return poller.poll(max(0.0, min(seconds) * 1000) if seconds else None)
+
+    def _ended(self) -> bool:
+        if self._stop_deadline is None:
+            return False
+        if self._core.idle:
+            return True
+        now = self._clock()
+        if self._core.jobs and now >= self._stop_deadline:
+            self._core.abandon(now)
+            self._stop_deadline = now + ABANDON_TIMEOUT_S
+            self._publish()
+            return False
+        return now >= self._stop_deadline
+
+    def _fail_everything(self) -> None:
+        self._failed = True
+        now = self._clock()
+        try:
+            self._core.abandon(now)
+            self._results.extend(self._core.take_results())
+        finally:
+            for flush in self._flushes:
+                flush.done.set()
+            self._bury_mailbox()
+
+    def _bury_mailbox(self) -> None:
+        """Answer what came too late; both threads may do so, each message has one taker."""
+        while self._mailbox:
+            try:
+                message = self._mailbox.popleft()
+            except IndexError:
+                return
+            if isinstance(message, Job):
+                self._results.append(_failed_result(message, Failure.SHUTDOWN))
+            elif isinstance(message, _Flush):
+                message.done.set()
+
+
+def _failed_result(job: Job, failure: Failure) -> JobResult:
+    return JobResult(
+        job_id=job.job_id,
+        direction=job.direction,
+        seconds=0.0,
+        copied_bytes=0,
+        file_bytes=0,
+        chunks=len(job.chunks),
+        failures={chunk.key: failure for chunk in job.chunks},
+    )

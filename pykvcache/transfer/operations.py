@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the core asks the reactor to do, and how it hears that it was done."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pykvcache.layout import Defect
+from pykvcache.transfer.jobs import ChunkTransfer, Direction
+
+
+class Action(enum.Enum):
+    """File operations, named after the system calls they stand for."""
+
+    OPEN = enum.auto()
+    """Open ``path`` for reading; the result is a descriptor."""
+    CREATE = enum.auto()
+    """Create ``path``, which must not exist (O_EXCL), for writing; the result is a descriptor."""
+    READ = enum.auto()
+    """Read ``length`` bytes from the start of ``descriptor`` into the slot."""
+    WRITE = enum.auto()
+    """Write ``length`` bytes of the slot at the start of ``descriptor``."""
+    CLOSE = enum.auto()
+    LINK = enum.auto()
+    """Give ``path`` the second name ``target``, which must not exist."""
+    UNLINK = enum.auto()
+    MKDIR = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class FileOperation:
+    """One file operation; fields that the action does not use keep their defaults.
+
+    ``chunk`` is what a READ expects to find and a WRITE says it holds.
+    """
+
+    token: int
+    action: Action
+    path: str = ""
+    target: str = ""
+    descriptor: int = -1
+    slot: int = -1
+    length: int = 0
+    chunk: ChunkTransfer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """Between a slot and the device blocks of a chunk, not before ``fence``."""
+
+    slot: int
+    chunk: ChunkTransfer
+    fence: object
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOperation:
+    """One launch of device copies; completes as a whole."""
+
+    token: int
+    direction: Direction
+    copies: tuple[SlotCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of an operation.
+
+    ``result`` follows the kernel: negative errno, else the descriptor, the bytes
+    transferred, or 0. ``defect`` is set for a whole READ whose trailer is not the
+    expected one.
+    """
+
+    token: int
+    result: int
+    defect: Defect | None = None

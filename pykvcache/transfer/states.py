@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a chunk on the worker: every state, event and transition, in one table.
+
+A *read* is one file on its way to the device; several jobs that want the same chunk
+share it. A *write* is one chunk on its way to a file. Whatever is not in the table is
+a bug and raises; the diagram in the documentation is drawn from this table.
+"""
+
+from __future__ import annotations
+
+import enum
+from types import MappingProxyType
+
+from pykvcache.errors import InvariantError
+
+
+class State(enum.StrEnum):
+    """Where a chunk is. ``ENDED`` is the only final state, of reads and writes alike."""
+
+    WAITING = "waiting"
+    OPENING = "opening"
+    OPENED = "opened"
+    READING = "reading"
+    READ = "read"
+    COPYING_IN = "copying in"
+    COPYING_OUT = "copying out"
+    COPIED = "copied"
+    CREATING = "creating"
+    MAKING_DIRECTORY = "making directory"
+    CREATED = "created"
+    WRITING = "writing"
+    CLOSING = "closing"
+    LINKING = "linking"
+    ENDED = "ended"
+
+
+class Event(enum.StrEnum):
+    """What moves it: an operation is issued, it succeeds or fails, or nobody wants the chunk."""
+
+    ISSUE = "issue"
+    SUCCEED = "succeed"
+    NO_DIRECTORY = "no directory"
+    FAIL = "fail"
+    ABANDON = "abandon"
+
+
+_S, _E = State, Event
+
+READ_TRANSITIONS = MappingProxyType(
+    {
+        (_S.WAITING, _E.ISSUE): _S.OPENING,
+        (_S.WAITING, _E.ABANDON): _S.ENDED,
+        (_S.OPENING, _E.SUCCEED): _S.OPENED,
+        (_S.OPENING, _E.FAIL): _S.ENDED,
+        (_S.OPENED, _E.ISSUE): _S.READING,
+        (_S.OPENED, _E.ABANDON): _S.ENDED,
+        (_S.READING, _E.SUCCEED): _S.READ,
+        (_S.READING, _E.FAIL): _S.ENDED,
+        (_S.READ, _E.ISSUE): _S.COPYING_IN,
+        (_S.READ, _E.ABANDON): _S.ENDED,
+        (_S.COPYING_IN, _E.SUCCEED): _S.ENDED,
+        (_S.COPYING_IN, _E.FAIL): _S.ENDED,
+    }
+)
+
+WRITE_TRANSITIONS = MappingProxyType(
+    {
+        (_S.WAITING, _E.ISSUE): _S.COPYING_OUT,
+        (_S.WAITING, _E.ABANDON): _S.ENDED,
+        (_S.COPYING_OUT, _E.SUCCEED): _S.COPIED,
+        (_S.COPYING_OUT, _E.FAIL): _S.ENDED,
+        (_S.COPIED, _E.ISSUE): _S.CREATING,
+        (_S.COPIED, _E.ABANDON): _S.ENDED,
+        (_S.CREATING, _E.SUCCEED): _S.CREATED,
+        (_S.CREATING, _E.NO_DIRECTORY): _S.MAKING_DIRECTORY,
+        (_S.CREATING, _E.FAIL): _S.ENDED,
+        (_S.MAKING_DIRECTORY, _E.SUCCEED): _S.CREATING,
+        (_S.MAKING_DIRECTORY, _E.FAIL): _S.ENDED,
+        (_S.CREATED, _E.ISSUE): _S.WRITING,
+        (_S.CREATED, _E.ABANDON): _S.ENDED,
+        (_S.WRITING, _E.SUCCEED): _S.CLOSING,
+        (_S.WRITING, _E.FAIL): _S.ENDED,
+        (_S.CLOSING, _E.SUCCEED): _S.LINKING,
+        (_S.CLOSING, _E.FAIL): _S.ENDED,
+        (_S.LINKING, _E.SUCCEED): _S.ENDED,
+        (_S.LINKING, _E.FAIL): _S.ENDED,
+    }
+)
+
+
+def next_read_state(state: State, event: Event) -> State:
+    """The state of a read after the event.
+
+    Raises:
+        InvariantError: the table has no such transition.
+    """
+    return _next(READ_TRANSITIONS, "read", state, event)
+
+
+def next_write_state(state: State, event: Event) -> State:
+    """The state of a write after the event.
+
+    Raises:
+        InvariantError: the table has no such transition.
+    """
+    return _next(WRITE_TRANSITIONS, "write", state, event)
+
+
+def _next(
+    table: MappingProxyType[tuple[State, Event], State], name: str, state: State, event: Event
+) -> State:
+    try:
+        return table[state, event]
+    except KeyError:
+        raise InvariantError(f"a {name} that is {state} cannot {event}") from None
