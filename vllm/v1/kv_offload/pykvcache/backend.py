@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--kv-offloading-backend pykvcache`: what the flag means for vLLM's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from pykvcache.config import GIB, Config, parse_config
+from pykvcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+SPEC_NAME = "PyKVCacheSpec"
+SETTINGS_KEY = "pykvcache"
+"""Where the validated settings travel in ``kv_connector_extra_config``."""
+
+POOL_GIB_DEFAULT = 2.0
+"""GiB of ``--kv-offloading-size`` when it is not given: some 60 chunks of a 7B model, far
+beyond what the disk's queue needs, and small beside a server's memory."""
+
+
+def configure(vllm_config: VllmConfig) -> None:
+    """Select vLLM's offloading connector with this backend's spec.
+
+    Raises:
+        ConfigError: a bad option, or a combination that cannot work.
+    """
+    from vllm.config import KVTransferConfig
+
+    from vllm.v1.kv_offload.pykvcache.facts import model_facts
+
+    transfer = vllm_config.kv_transfer_config or KVTransferConfig()
+    if transfer.kv_connector not in (None, "OffloadingConnector"):
+        raise ConfigError(
+            f"--kv-offloading-backend pykvcache is combined with kv_connector "
+            f"'{transfer.kv_connector}': leave kv_connector out of --kv-transfer-config"
+        )
+    extra = transfer.kv_connector_extra_config
+    if SETTINGS_KEY in extra:  # configured already: the config is validated more than once
+        return
+    config = parse_config(extra)
+    size_gib = vllm_config.cache_config.kv_offloading_size or POOL_GIB_DEFAULT
+    if size_gib <= 0:
+        raise ConfigError(f"option --kv-offloading-size is {size_gib}: must be above 0, in GiB")
+    extra.update(
+        spec_name=SPEC_NAME,
+        **{
+            SETTINGS_KEY: {
+                "config": config.model_dump(mode="json"),
+                "pool_bytes": int(size_gib * GIB),
+                "facts": model_facts(vllm_config),
+            }
+        },
+    )
+    transfer.kv_connector = "OffloadingConnector"
+    transfer.kv_role = "kv_both"
+    if transfer.kv_load_failure_policy is None:
+        transfer.kv_load_failure_policy = "recompute"
+    vllm_config.kv_transfer_config = transfer
+
+
+def settings_of(extra_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What :func:`configure` left in the extra config.
+
+    Raises:
+        ConfigError: the spec was selected without the flag.
+    """
+    try:
+        settings: Mapping[str, Any] = extra_config[SETTINGS_KEY]
+    except KeyError:
+        raise ConfigError(
+            f"spec_name is '{SPEC_NAME}' without --kv-offloading-backend pykvcache: use the flag, "
+            "which also tells the backend what the KV cache depends on"
+        ) from None
+    return settings
+
+
+def resolve_blocks_per_chunk(
+    extra_config: Mapping[str, Any], tokens_per_block: Collection[int]
+) -> int:
+    """How many blocks make a chunk.
+
+    Groups may have blocks of different sizes; the largest decides, and a block larger than
+    the chunk is a chunk by itself.
+
+    Raises:
+        ConfigError: ``tokens_per_chunk`` was chosen and is not a multiple of the block size.
+    """
+    config = Config(**settings_of(extra_config)["config"])
+    largest = max(tokens_per_block)
+    blocks, rest = divmod(config.tokens_per_chunk, largest)
+    default = Config.model_fields["tokens_per_chunk"].default
+    if (rest or not blocks) and config.tokens_per_chunk != default:
+        raise ConfigError(
+            f"option 'tokens_per_chunk' is {config.tokens_per_chunk}: must be a multiple of the "
+            f"KV cache's block size, {largest} tokens, such as {max(1, round(config.tokens_per_chunk / largest)) * largest}"
+        )
+    return max(1, blocks)

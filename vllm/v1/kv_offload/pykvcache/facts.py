@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's configuration says about the bytes of the KV cache: the identity's fields.
+
+They are taken where the whole configuration is at hand, once, and travel to every
+process of the server in the connector's extra config, so that all of them agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.version import __version__
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt"})
+
+
+def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Fields of :class:`pykvcache.identity.Identity` that need the whole configuration."""
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    return {
+        "engine": f"vllm {__version__.partition('+')[0]}",
+        "device": _device(vllm_config),
+        "model": str(model.model),
+        "revision": _revision(str(model.model), model.revision),
+        "weights": _weights_fingerprint(Path(model.model)),
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        "hash_seed": _hash_seed(str(cache.prefix_caching_hash_algo)),
+    }
+
+
+def _device(vllm_config: VllmConfig) -> str:
+    """The device, the attention backend if chosen, and on CPU the instruction set: its
+    kernels pack keys for it (AMX tiles, for one)."""
+    backend = getattr(vllm_config.attention_config, "backend", None)
+    parts = [current_platform.device_type, str(getattr(backend, "name", backend) or "auto")]
+    if current_platform.is_cpu():
+        arch = current_platform.get_cpu_architecture()
+        parts.append(arch.name.lower())
+        if arch == CpuArchEnum.X86:
+            parts.append(torch.backends.cpu.get_cpu_capability().lower())
+            if torch.cpu._is_amx_tile_supported():
+                parts.append("amx")
+    return " ".join(parts)
+
+
+def _revision(model: str, revision: str | None) -> str:
+    """The commit of a model from a hub, where its cache tells; a branch name moves."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(model).exists():
+        return revision or ""
+    try:
+        path = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:
+        return revision or ""
+    return Path(path).parent.name if isinstance(path, str) else revision or ""
+
+
+def _weights_fingerprint(directory: Path) -> str:
+    """SHA-256 of a local checkpoint's configuration and of samples of its weights, in hex;
+    empty for a model from a hub, which its revision identifies."""
+    if not directory.is_dir():
+        return ""
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.name == "config.json":
+            digest.update(path.read_bytes())
+        elif path.suffix in _WEIGHT_SUFFIXES and path.is_file():
+            digest.update(path.name.encode())
+            _digest_samples(digest, path)
+    return digest.hexdigest()
+
+
+def _digest_samples(digest: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    step = max(1, (size - _SAMPLE_BYTES) // (_SAMPLES - 1)) if size > _SAMPLE_BYTES else size
+    with path.open("rb") as file:
+        for offset in range(0, size, max(1, step)):
+            file.seek(offset)
+            digest.update(file.read(_SAMPLE_BYTES))
+
+
+def _hash_seed(algorithm: str) -> str:
+    """What block hashes start from. vLLM seeds algorithms that are not collision resistant
+    at random for each process unless PYTHONHASHSEED is set: nothing could be found again,
+    so such a server gets files of its own."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import _NON_CRYPTO_HASH_FUNCTIONS, DEFAULT_NONE_HASH_SEED
+
+    seed = os.getenv("PYTHONHASHSEED")
+    if seed is not None:
+        return seed
+    if get_hash_fn_by_name(algorithm) in _NON_CRYPTO_HASH_FUNCTIONS:
+        return f"random {os.urandom(8).hex()}"
+    return DEFAULT_NONE_HASH_SEED

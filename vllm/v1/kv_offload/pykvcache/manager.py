@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side: answers look-ups, plans loads and stores, moves no data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from pykvcache.config import Config
+from pykvcache.layout import ChunkPaths
+from pykvcache.scheduler.catalog import Catalog
+from vllm.v1.kv_offload.pykvcache.metrics import ManagerMetrics
+from vllm.v1.kv_offload.pykvcache.plan import ChunkSpec
+
+
+class PyKVCacheManager(OffloadingManager):
+    """Chunks are files: looking up asks the filesystem, and no state outlives the server."""
+
+    def __init__(self, options: Config, rank_directories: Sequence[Path]) -> None:
+        self._catalog = Catalog(
+            [ChunkPaths(directory) for directory in rank_directories],
+            lookup_ttl_s=options.lookup_ttl_s,
+            failed_key_ttl_s=options.failed_key_ttl_s,
+            clock=time.monotonic,
+        )
+        self._metrics = ManagerMetrics()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """HIT when every rank has published the chunk, else MISS; changes nothing."""
+        return LookupResult.HIT if self._catalog.holds(key) else LookupResult.MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """Every hit comes from disk."""
+        return CacheHitSource.DISK
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """The plan of a load: its keys in order."""
+        return ChunkSpec(tuple(keys))
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """The plan of a store: the keys that are neither held nor being stored."""
+        needed = [OffloadKey(key) for key in self._catalog.begin_store(keys)]
+        return PrepareStoreOutput(
+            keys_to_store=needed, store_spec=ChunkSpec(tuple(needed)), evicted_keys=[]
+        )
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """The chunks can be found from now on; without success they are misses."""
+        self._catalog.end_store(keys, stored=success)
+
+    def on_load_failed(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """The chunks are misses for a while."""
+        self._catalog.mark_failed(keys)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Only new chunks are stored."""
+        return RequestOffloadingContext()
+
+    def reset_cache(self) -> None:
+        """Forget what was found. Files stay: they are as good for other servers as before."""
+        self._catalog.forget()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What changed since the last call."""
+        return self._metrics.take(stores_pending=self._catalog.storing)

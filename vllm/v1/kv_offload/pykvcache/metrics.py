@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend's metrics, through vLLM's own mechanism, at ``/metrics``.
+
+Upstream's connector reports bytes, seconds and sizes of loads and stores; these add what
+only this backend knows. Prometheus appends ``_total`` to counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+)
+
+from pykvcache.reactor.reactor import Gauges
+from pykvcache.transfer.jobs import Failure, JobResult
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+        OffloadingConnectorWorker,
+    )
+
+CHUNKS = "vllm:kv_offload_chunks"
+FAILURES = "vllm:kv_offload_chunk_failures"
+DROPPED = "vllm:kv_offload_stores_dropped"
+FILE_BYTES = "vllm:kv_offload_file_bytes"
+SECONDS = "vllm:kv_offload_job_seconds"
+STORES_PENDING = "vllm:kv_offload_stores_pending"
+SLOTS = "vllm:kv_offload_pool_slots"
+SLOTS_IN_USE = "vllm:kv_offload_pool_slots_in_use"
+QUEUE = "vllm:kv_offload_queue_chunks"
+
+
+def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Names, help texts and labels."""
+    return {
+        CHUNKS: OffloadingCounterMetadata(
+            documentation="KV chunks transferred, by direction. 'present' counts chunks of "
+            "stores that another writer had published already.",
+            labelnames=("direction", "outcome"),
+        ),
+        FAILURES: OffloadingCounterMetadata(
+            documentation="KV chunks not transferred, by direction and reason: recomputed "
+            "if a load, a later miss if a store.",
+            labelnames=("direction", "reason"),
+        ),
+        DROPPED: OffloadingCounterMetadata(
+            documentation="KV chunks not stored because their GPU blocks were needed first.",
+        ),
+        FILE_BYTES: OffloadingCounterMetadata(
+            documentation="Bytes read from ('load') and written to ('store') KV files.",
+            labelnames=("direction",),
+        ),
+        SECONDS: OffloadingCounterMetadata(
+            documentation="Seconds from submission to end, summed over jobs.",
+            labelnames=("direction",),
+        ),
+        STORES_PENDING: OffloadingGaugeMetadata(
+            documentation="KV chunks whose store has been planned and has not ended.",
+        ),
+        SLOTS: OffloadingGaugeMetadata(
+            documentation="Slots of the staging pool.", labelnames=("rank",)
+        ),
+        SLOTS_IN_USE: OffloadingGaugeMetadata(
+            documentation="Slots of the staging pool in use.", labelnames=("rank",)
+        ),
+        QUEUE: OffloadingGaugeMetadata(
+            documentation="KV chunks in each of the reactor's queues.",
+            labelnames=("rank", "queue"),
+        ),
+    }
+
+
+class WorkerMetrics:
+    """Collects one rank's figures between two steps."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = str(rank)
+        self._stats = OffloadingConnectorStats()
+        self._gauges: Gauges | None = None
+
+    def record(self, results: Iterable[JobResult]) -> None:
+        """Count what jobs did."""
+        for result in results:
+            direction = str(result.direction)
+            stats = self._stats
+            transferred = result.chunks - len(result.failures) - result.present
+            stats.increase_counter(CHUNKS, transferred, (direction, "transferred"))
+            if result.present:
+                stats.increase_counter(CHUNKS, result.present, (direction, "present"))
+            stats.increase_counter(FILE_BYTES, result.file_bytes, (direction,))
+            stats.increase_counter(SECONDS, result.seconds, (direction,))
+            for failure in result.failures.values():
+                stats.increase_counter(FAILURES, 1, (direction, str(failure)))
+                if failure is Failure.DROPPED:
+                    stats.increase_counter(DROPPED, 1)
+
+    def take(self, gauges: Gauges) -> OffloadingConnectorStats | None:
+        """What has changed since the last call; None when nothing has."""
+        if gauges != self._gauges:
+            self._gauges = gauges
+            self._stats.set_gauge(SLOTS, gauges.slots, (self._rank,))
+            self._stats.set_gauge(SLOTS_IN_USE, gauges.slots_in_use, (self._rank,))
+            for queue, chunks in gauges.queues.items():
+                self._stats.set_gauge(QUEUE, chunks, (self._rank, queue))
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, OffloadingConnectorStats()
+        return stats
+
+
+class ManagerMetrics:
+    """The scheduler side's figures."""
+
+    def __init__(self) -> None:
+        self._stores_pending: int | None = None
+
+    def take(self, *, stores_pending: int) -> OffloadingConnectorStats | None:
+        """What has changed since the last call; None when nothing has."""
+        if stores_pending == self._stores_pending:
+            return None
+        self._stores_pending = stores_pending
+        stats = OffloadingConnectorStats()
+        stats.set_gauge(STORES_PENDING, stores_pending)
+        return stats
+
+
+def worker_stats(connector_worker: OffloadingConnectorWorker | None) -> KVConnectorStats | None:
+    """The figures of a worker of this backend; None for any other (patch ``worker-metrics``)."""
+    from vllm.v1.kv_offload.pykvcache.worker import PyKVCacheWorker
+
+    worker = connector_worker.worker if connector_worker is not None else None
+    return worker.take_stats() if isinstance(worker, PyKVCacheWorker) else None

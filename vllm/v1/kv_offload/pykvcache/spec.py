@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spec: builds the scheduler's manager and each worker's transfers from one identity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from pykvcache.config import Config
+from pykvcache.identity import Identity, claim_directory
+from pykvcache.layout import rank_directory
+from vllm.v1.kv_offload.pykvcache.backend import settings_of
+from vllm.v1.kv_offload.pykvcache.metrics import metric_definitions
+
+
+class PyKVCacheSpec(OffloadingSpec):
+    """KV offloading to hash-addressed files, selected by ``--kv-offloading-backend pykvcache``."""
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """The metrics of this backend, beside those of every offloading backend."""
+        return metric_definitions()
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        """Raises:
+        ConfigError: the root cannot be used.
+        """
+        super().__init__(config)
+        settings = settings_of(config.extra_config)
+        self.options = Config(**settings["config"])
+        self.pool_bytes: int = settings["pool_bytes"]
+        self.identity = build_identity(config, self.options, settings["facts"])
+        self.directory = self.identity.directory(self.options.root)
+        claim_directory(self.identity, self.directory, self.options.root)
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler's side."""
+        from vllm.v1.kv_offload.pykvcache.manager import PyKVCacheManager
+
+        ranks = range(self.config.parallel.world_size)
+        return PyKVCacheManager(
+            self.options, [rank_directory(self.directory, rank) for rank in ranks]
+        )
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """One rank's transfers."""
+        from vllm.v1.kv_offload.pykvcache.worker import PyKVCacheWorker
+
+        return PyKVCacheWorker(self, kv_caches)
+
+
+def build_identity(config: OffloadingConfig, options: Config, facts: Mapping[str, Any]) -> Identity:
+    """Everything that all ranks' bytes depend on."""
+    parallel = config.parallel
+    return Identity(
+        **facts,
+        cache_dtype=config.model.dtype,
+        kv_cache_layout=str(config.kv_cache_layout),
+        tokens_per_hash=config.cache.tokens_per_hash,
+        blocks_per_chunk=config.cache.blocks_per_chunk,
+        tokens_per_block=tuple(group.tokens_per_block for group in config.groups),
+        tensor_parallel_size=parallel.tp_size,
+        pipeline_parallel_size=parallel.pp_size,
+        prefill_context_parallel_size=parallel.pcp_size,
+        decode_context_parallel_size=parallel.dcp_size,
+        namespace=options.namespace,
+    )

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's transfers: vLLM's jobs in, the reactor's results out."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    OffloadKey,
+    TransferResult,
+)
+
+from pykvcache.geometry import ChunkGeometry, PageReference
+from pykvcache.identity import RankIdentity, claim_directory
+from pykvcache.layout import ChunkPaths, rank_directory
+from pykvcache.pool import Pool, slots_of
+from pykvcache.reactor.device import CopyBatch, make_copier
+from pykvcache.reactor.probe import choose_direct, choose_engine, make_engine
+from pykvcache.reactor.reactor import Reactor
+from pykvcache.transfer.core import Limits
+from pykvcache.transfer.jobs import Direction, Failure, Job, JobResult
+from vllm.v1.kv_offload.pykvcache.failures import ChunkTransferResult
+from vllm.v1.kv_offload.pykvcache.metrics import WorkerMetrics
+from vllm.v1.kv_offload.pykvcache.plan import ChunkSpec, PlanError, Planner
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.pykvcache.spec import PyKVCacheSpec
+
+logger = init_logger(__name__)
+
+
+class PyKVCacheWorker(OffloadingWorker):
+    """Runs in the worker process; the engine's thread calls it and never waits for the disk."""
+
+    def __init__(self, spec: PyKVCacheSpec, caches: CanonicalKVCaches) -> None:
+        """Raises:
+        ConfigError: the pool is too small, or the root or the engine cannot be used.
+        """
+        options, parallel = spec.options, spec.config.parallel
+        self._options = options
+        geometry = geometry_of(caches, spec.blocks_per_chunk)
+        directory = rank_directory(spec.directory, parallel.rank)
+        rank_identity = RankIdentity(
+            server=spec.identity.fingerprint.hex(),
+            rank=parallel.rank,
+            layers=tuple(group.layer_names for group in spec.config.groups),
+            page_bytes=tuple(tuple(page.page_bytes for page in group) for group in geometry.groups),
+        )
+        claim_directory(rank_identity, directory, options.root)
+        slots = slots_of(
+            spec.pool_bytes, geometry.slot_bytes, options.slots_min, parallel.world_size
+        )
+        direct = choose_direct(options.direct_io, directory)
+        engine = choose_engine(options.io_engine, directory, direct.direct)
+        for choice, asked in ((direct, options.direct_io), (engine, options.io_engine)):
+            if choice.fallback and asked == "auto":
+                logger.warning("KV offloading: %s", choice.why)
+        pool = Pool(slots, geometry.slot_bytes)
+        pool.populate(2 * options.slots_min)  # what a busy queue uses; slots are reused at once
+        tensors = [tensor.tensor for tensor in caches.tensors]
+        copier = make_copier(tensors, geometry, pool, _copy_batch())
+        self._planner = Planner(
+            geometry,
+            [group.group_id for group in spec.config.groups],
+            ChunkPaths(directory).final,
+        )
+        self._reactor = Reactor(
+            Limits(
+                io_depth=options.io_depth,
+                open_lookahead=options.open_lookahead,
+                load_deadline_s=options.load_deadline_s,
+                jobs_max=options.mailbox_jobs,
+            ),
+            pool,
+            lambda buffers: make_engine(engine, buffers, direct.direct, options.io_depth),
+            copier,
+            fingerprint=rank_identity.fingerprint,
+            writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
+        )
+        self._jobs: dict[int, Job] = {}
+        self._refused: list[ChunkTransferResult] = []
+        self._metrics = WorkerMetrics(parallel.rank)
+        self._reactor.start()
+        if options.switch_interval_s:
+            sys.setswitchinterval(min(sys.getswitchinterval(), options.switch_interval_s))
+        logger.info(
+            "KV offloading to %s: rank %d of %d, chunks of %d blocks (%.1f MiB), pool of %d slots "
+            "(%.2f GiB%s), %s (%s), direct I/O %s (%s), depth %d",
+            directory,
+            parallel.rank,
+            parallel.world_size,
+            spec.blocks_per_chunk,
+            geometry.slot_bytes / (1 << 20),
+            slots,
+            pool.size / (1 << 30),
+            ", pinned" if getattr(copier, "pinned", False) else "",
+            engine.name,
+            engine.why,
+            "on" if direct.direct else "off",
+            direct.why,
+            options.io_depth,
+        )
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Hand a store to the reactor; how it ends is in :meth:`get_finished`."""
+        assert isinstance(dst_spec, ChunkSpec)
+        self._submit(job_id, Direction.STORE, dst_spec, src_spec)
+        return True
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """Hand a load to the reactor; how it ends is in :meth:`get_finished`.
+
+        ``expedited`` (vLLM 0.33) cannot be set: ``sync_load_budget_bytes`` is refused.
+        """
+        assert isinstance(src_spec, ChunkSpec)
+        self._submit(job_id, Direction.LOAD, src_spec, dst_spec)
+        return True
+
+    def _submit(
+        self, job_id: int, direction: Direction, spec: ChunkSpec, device: GPULoadStoreSpec
+    ) -> None:
+        try:
+            chunks = self._planner.split(direction, spec, device)
+        except PlanError as error:
+            logger.warning_once("KV offloading left out a %s: %s", direction, error)
+            self._refuse(job_id, direction, spec, device)
+            return
+        job = Job(job_id, direction, chunks, self._reactor.fence())
+        self._jobs[job_id] = job
+        self._reactor.submit(job)
+
+    def _refuse(
+        self, job_id: int, direction: Direction, spec: ChunkSpec, device: GPULoadStoreSpec
+    ) -> None:
+        failures = {bytes(key): Failure.DROPPED for key in spec.keys}
+        self._metrics.record(
+            [JobResult(job_id, direction, 0.0, 0, 0, len(spec.keys), failures=failures)]
+        )
+        self._refused.append(
+            ChunkTransferResult(
+                job_id=job_id,
+                success=False,
+                failed_keys=frozenset(spec.keys),
+                invalid_block_ids=frozenset(
+                    device.block_ids.tolist() if direction is Direction.LOAD else ()
+                ),
+            )
+        )
+
+    def get_finished(self) -> list[TransferResult]:
+        """The jobs that have ended since the last call."""
+        finished: list[TransferResult] = [*self._refused]
+        self._refused.clear()
+        results = self._reactor.take_results()
+        self._metrics.record(results)
+        finished += [self._finish(result) for result in results]
+        return finished
+
+    def _finish(self, result: JobResult) -> ChunkTransferResult:
+        job = self._jobs.pop(result.job_id)
+        failed = [chunk for chunk in job.chunks if chunk.key in result.failures]
+        if failed:
+            self._log_failures(job, result)
+        return ChunkTransferResult(
+            job_id=result.job_id,
+            success=not failed,
+            transfer_size=result.copied_bytes,
+            transfer_time=result.seconds,
+            failed_keys=frozenset(OffloadKey(chunk.key) for chunk in failed),
+            invalid_block_ids=frozenset(
+                block
+                for chunk in failed
+                if job.direction is Direction.LOAD
+                for block in chunk.block_ids
+            ),
+        )
+
+    @staticmethod
+    def _log_failures(job: Job, result: JobResult) -> None:
+        reasons = sorted({str(failure) for failure in result.failures.values()})
+        log = logger.debug if reasons == [str(Failure.DROPPED)] else logger.warning
+        log(
+            "KV offloading: %d of %d chunks of a %s failed (%s)%s",
+            len(result.failures),
+            result.chunks,
+            job.direction,
+            ", ".join(reasons),
+            "; they are recomputed" if job.direction is Direction.LOAD else "",
+        )
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return when the GPU blocks of these jobs may be reused. What cannot be copied at
+        once is dropped; loads are waited for, up to their deadline."""
+        loads = any(
+            self._jobs[job_id].direction is Direction.LOAD
+            for job_id in job_ids
+            if job_id in self._jobs
+        )
+        timeout_s = self._options.flush_timeout_s
+        if loads:
+            timeout_s += self._options.load_deadline_s
+        if not self._reactor.flush(job_ids & self._jobs.keys(), timeout_s):
+            logger.warning(
+                "KV offloading: device copies did not end within %.1f s; their chunks are dropped",
+                timeout_s,
+            )
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """This rank's metrics since the last call."""
+        return self._metrics.take(self._reactor.gauges)
+
+    def shutdown(self) -> None:
+        """Finish the stores whose data is in the pool, within ``shutdown_timeout_s``."""
+        self._reactor.stop(self._options.shutdown_timeout_s)
+
+
+def geometry_of(caches: CanonicalKVCaches, blocks_per_chunk: int) -> ChunkGeometry:
+    """Sizes of this rank's chunks."""
+    return ChunkGeometry(
+        tuple(
+            tuple(PageReference(ref.tensor_idx, ref.page_size_bytes) for ref in group)
+            for group in caches.group_data_refs
+        ),
+        blocks_per_chunk,
+    )
+
+
+def _copy_batch() -> CopyBatch | None:
+    if current_platform.is_cpu():
+        return None
+    from vllm import _custom_ops as ops
+
+    return ops.swap_blocks_batch
