@@ -17,7 +17,7 @@ from pathlib import Path
 from pykvcache.config import Config
 from pykvcache.errors import ConfigError
 from pykvcache.identity import FILE_NAME
-from pykvcache.layout import PAGE, BlockSpan, Trailer, decode_trailer
+from pykvcache.layout import PAGE, BlockSpan, Trailer, decode_trailer, file_bytes
 from pykvcache.pool import Pool
 from pykvcache.reactor.copier import NoCopier
 from pykvcache.reactor.probe import choose_direct, choose_engine, make_engine
@@ -108,15 +108,15 @@ def chunk_of(path: Path) -> ChunkTransfer:
 
 
 def plain_chunk(
-    key: bytes, path: str, payload_bytes: int, span: BlockSpan = BlockSpan(0, 1)
+    key: bytes, path: str, payload_bytes: int, span: BlockSpan | None = None
 ) -> ChunkTransfer:
-    """A chunk without device blocks; ``payload_bytes`` must be whole pages."""
+    """A chunk without device blocks, of one block unless ``span`` says otherwise."""
     return ChunkTransfer(
         key=key,
         path=path,
         payload_bytes=payload_bytes,
-        file_bytes=-(-payload_bytes // PAGE) * PAGE + PAGE,
-        span=span,
+        file_bytes=file_bytes(payload_bytes),
+        span=span or BlockSpan(0, 1),
         group=0,
         block_ids=(),
         copy_bytes=0,

@@ -97,8 +97,9 @@ def resolve_blocks_per_chunk(
     blocks, rest = divmod(config.tokens_per_chunk, largest)
     default = Config.model_fields["tokens_per_chunk"].default
     if (rest or not blocks) and config.tokens_per_chunk != default:
+        nearest = max(1, round(config.tokens_per_chunk / largest)) * largest
         raise ConfigError(
             f"option 'tokens_per_chunk' is {config.tokens_per_chunk}: must be a multiple of the "
-            f"KV cache's block size, {largest} tokens, such as {max(1, round(config.tokens_per_chunk / largest)) * largest}"
+            f"KV cache's block size, {largest} tokens, such as {nearest}"
         )
     return max(1, blocks)

@@ -72,7 +72,7 @@ class Planner:
                     f"{device.block_indices[group]} in group {self.group_ids[group]}"
                 )
             used = 0
-            for key, span in zip(keys, spans):
+            for key, span in zip(keys, spans, strict=True):
                 chunks.append(self._chunk(group, key, span, blocks[used : used + span.count]))
                 used += span.count
         return tuple(chunks)
