@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One thread that turns the core: mailbox, completions, decisions, submission.
 
-Kernel facts behind the shape of the loop: liburing's own wait calls hold the
-interpreter lock, so the thread sleeps in ``poll`` (which releases it) on the engine's
+The thread sleeps in ``poll``, which releases the interpreter lock, on the engine's
 descriptor and on an eventfd that the mailbox rings. CUDA events have no descriptor, so
 while copies are in flight the thread looks again every ``Copier.poll_s``.
 
@@ -37,6 +36,10 @@ from pykvcache.transfer.operations import (
 )
 
 logger = logging.getLogger(__name__)
+
+ENGINE_POLL_S = 1.0
+"""Seconds after which the engine is asked anyway while operations are with it: a kernel short
+of memory may have refused a submission, which no completion announces."""
 
 ABANDON_TIMEOUT_S = 2.0
 """Seconds a stopping reactor waits for operations that nobody needs any more; a read that
@@ -315,6 +318,8 @@ class Reactor:
             return events
         moments = (self._core.next_deadline(), self._stop_deadline)
         seconds = [moment - self._clock() for moment in moments if moment is not None]
+        if self._engine.in_flight:
+            seconds.append(ENGINE_POLL_S)
         return poller.poll(max(0.0, min(seconds) * 1000) if seconds else None)
 
     def _ended(self) -> bool:

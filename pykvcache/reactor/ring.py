@@ -59,6 +59,7 @@ _SUBMISSION = struct.Struct("<BBHiQQIIQHHiQQ")
 _COMPLETION = struct.Struct("<QiI")
 
 _system_call = ctypes.CDLL(None, use_errno=True).syscall
+_system_call.argtypes = (ctypes.c_long,) * 7
 _system_call.restype = ctypes.c_long
 
 
@@ -176,7 +177,7 @@ class Ring:
         """
         self._words[self._sq_tail_at] = self._tail
         while count := self.unsubmitted:
-            if int(_system_call(_SYS_ENTER, self.descriptor, count, 0, 0, None, 0)) < 0:
+            if int(_system_call(_SYS_ENTER, self.descriptor, count, 0, 0, 0, 0)) < 0:
                 code = ctypes.get_errno()
                 if code in (errno.EAGAIN, errno.EBUSY, errno.EINTR):
                     return
@@ -208,8 +209,8 @@ def _setup(entries: int) -> tuple[int, bytearray]:
     for flags in _FLAG_SETS:
         params = bytearray(_PARAMS.size)
         struct.pack_into("<I", params, 8, flags)
-        pointer = (ctypes.c_char * len(params)).from_buffer(params)
-        descriptor = int(_system_call(_SYS_SETUP, entries, pointer))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(params))
+        descriptor = int(_system_call(_SYS_SETUP, entries, address, 0, 0, 0, 0))
         if descriptor >= 0:
             return descriptor, params
         code = ctypes.get_errno()

@@ -3,7 +3,10 @@
 
 Every operation goes to a kernel worker at once (``IOSQE_ASYNC``). An inline attempt runs inside
 the submitting call: it would pin and map tens of MiB there, and wait there for a full device
-queue or a slow server, while finished transfers wait to be reaped.
+queue or a slow server, while finished transfers wait to be reaped. Measured at depth 8, the
+detour through a worker costs no bandwidth and at most 0.003 s of CPU per GB at 5.6 MiB.
+The kernel starts at most min(entries, 4 x CPUs) such workers (io_uring(7), io-wq); a direct
+read keeps one only while it is being queued.
 
 Buffers and paths are referenced until the completion. A cancelled transfer could still write
 to its buffer, so nothing is ever cancelled: a slot is busy until its own completion comes.

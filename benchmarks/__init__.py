@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements as ratios in one run: interleaved, repeated, against the disk and peers."""

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own ``fs`` tier, driven alone: the peer that every vLLM user has."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import select
+import shutil
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+_POLL_S = 0.0005
+
+
+class NativeTier:
+    """A ``FileSystemTierManager`` over a shared mapping of its own, as vLLM sets it up."""
+
+    def __init__(self, root: Path, chunks: int, chunk_bytes: int) -> None:
+        self._root = root
+        self._memory = mmap.mmap(-1, chunks * chunk_bytes)
+        array = np.frombuffer(self._memory, np.int8).reshape(chunks, chunk_bytes)
+        array[:] = np.arange(chunk_bytes, dtype=np.int64).astype(np.int8)  # touched in order
+        self._bytes = chunks * chunk_bytes
+        self._tier = FileSystemTierManager(
+            _spec(chunk_bytes), memoryview(array), "fs", root_dir=str(root)
+        )
+        self._keys = [
+            make_offload_key(hashlib.sha256(str(chunk).encode()).digest(), 0)
+            for chunk in range(chunks)
+        ]
+        self._jobs = 0
+
+    def write(self) -> float:
+        """Store every chunk anew; seconds."""
+        for key in self._keys:
+            Path(self._tier.file_mapper.get_file_name(key)).unlink(missing_ok=True)
+        return self._transfer(store=True)
+
+    def read(self) -> float:
+        """Load every chunk; seconds."""
+        return self._transfer(store=False)
+
+    def _transfer(self, *, store: bool) -> float:
+        submit = self._tier.submit_store if store else self._tier.submit_load
+        start = time.perf_counter()
+        for chunk, key in enumerate(self._keys):
+            submit(self._job(chunk, key))
+        ended = 0
+        while ended < len(self._keys):
+            for result in self._tier.get_finished_jobs():
+                if not result.success:
+                    raise OSError("a chunk of the fs tier failed")
+                ended += 1
+            select.select([], [], [], _POLL_S)
+        return time.perf_counter() - start
+
+    def _job(self, chunk: int, key: OffloadKey) -> TransferJob:
+        self._jobs += 1
+        return TransferJob(
+            self._jobs,
+            [key],
+            np.array([chunk]),
+            is_promotion=False,
+            req_context=ReqContext("bench"),
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of one pass."""
+        return self._bytes
+
+    def close(self) -> None:
+        """Stop the tier's threads and remove its files."""
+        self._tier.shutdown()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _spec(chunk_bytes: int) -> types.SimpleNamespace:
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(16, ("layer",), 0),),
+        worker_kv_bytes_per_block=chunk_bytes,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="benchmark",
+        model=OffloadingModelConfig("model", "bfloat16"),
+        cache=OffloadingCacheConfig(16, 1),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+    )
+    return types.SimpleNamespace(
+        config=config,
+        blocks_per_chunk=1,
+        kv_events_config=types.SimpleNamespace(enable_kv_cache_events=False),
+    )

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The storage path against fio and against vLLM's own ``fs`` tier.
+
+    python -m benchmarks.storage --json FILE [--quick]
+
+Reads and writes of whole chunk files through the real reactor and its pool, interleaved
+in each round with fio (io_uring, same depth, same files, huge pages too) and with
+vLLM's tier on the same filesystem. Every figure is the median of per-round ratios; the
+order of the three changes from round to round. The device's copies are not part of it:
+fio and the tier end in host memory as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.fio import FioMissingError, fio_gb_per_s, require_fio
+from benchmarks.interpreter import stall_and_slowdown, switch_interval
+from benchmarks.native_tier import NativeTier
+from pykvcache.config import Config
+from pykvcache.layout import PAGE, ChunkPaths
+from pykvcache.measure import Storage, open_storage, plain_chunk
+from pykvcache.transfer.jobs import ChunkTransfer, Direction
+
+MIB = 1 << 20
+CHUNK_BYTES = {"5.6MiB": int(5.625 * MIB), "28MiB": 28 * MIB}
+FINGERPRINT = bytes(32)
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the report."""
+
+    name: str
+    directory: Path
+    chunk_bytes: int
+    chunks: int
+    write: bool
+    loops: int
+
+
+@dataclass
+class Samples:
+    """Per-round figures of a case."""
+
+    ours: list[float] = field(default_factory=list)
+    fio: list[float] = field(default_factory=list)
+    native: list[float] = field(default_factory=list)
+    ours_cpu: list[float] = field(default_factory=list)
+    native_cpu: list[float] = field(default_factory=list)
+
+    def report(self) -> dict[str, float | list[float]]:
+        """Medians of per-round ratios, with their spread."""
+        vs_fio = [ours / fio for ours, fio in zip(self.ours, self.fio, strict=True)]
+        vs_native = [ours / native for ours, native in zip(self.ours, self.native, strict=True)]
+        return {
+            "vs_fio": statistics.median(vs_fio),
+            "vs_native": statistics.median(vs_native),
+            "cpu_s_per_gb": statistics.median(self.ours_cpu),
+            "native_cpu_s_per_gb": statistics.median(self.native_cpu),
+            "vs_fio_range": [min(vs_fio), max(vs_fio)],
+            "vs_native_range": [min(vs_native), max(vs_native)],
+            "rounds": len(vs_fio),
+        }
+
+
+class Bench:
+    """The files and the running reactor and tier of one case."""
+
+    def __init__(self, case: Case, config: Config, stack: ExitStack) -> None:
+        self._case = case
+        self._config = config
+        self._directory = case.directory / case.name
+        shutil.rmtree(self._directory, ignore_errors=True)
+        ours = self._directory / "rank"
+        ours.mkdir(parents=True)
+        stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        self.chunks = _chunks(ours, case)
+        self.file_bytes = self.chunks[0].file_bytes
+        self.storage: Storage = stack.enter_context(
+            open_storage(ours, self.file_bytes, FINGERPRINT, config)
+        )
+        self._native = NativeTier(self._directory / "native", case.chunks, self.file_bytes)
+        stack.callback(self._native.close)
+        self.storage.transfer(Direction.STORE, self.chunks)
+        self._native.write()
+
+    def round(self, number: int, samples: Samples) -> None:
+        """Each of the three once, in an order that rotates."""
+        steps: list[Callable[[], None]] = [
+            lambda: self._ours(samples),
+            lambda: self._fio(samples),
+            lambda: self._tier(samples),
+        ]
+        for step in steps[number % 3 :] + steps[: number % 3]:
+            step()
+
+    def read_once(self) -> float:
+        """Seconds of one pass of reads."""
+        return self.storage.transfer(Direction.LOAD, self.chunks)
+
+    def _ours(self, samples: Samples) -> None:
+        cpu = time.process_time()
+        seconds = 0.0
+        for _ in range(self._case.loops):
+            if self._case.write:
+                for chunk in self.chunks:
+                    Path(chunk.path).unlink(missing_ok=True)
+                seconds += self.storage.transfer(Direction.STORE, self.chunks)
+            else:
+                seconds += self.read_once()
+        gigabytes = self._case.loops * len(self.chunks) * self.file_bytes / 1e9
+        samples.ours.append(gigabytes / seconds)
+        samples.ours_cpu.append((time.process_time() - cpu) / gigabytes)
+
+    def _fio(self, samples: Samples) -> None:
+        paths = [Path(chunk.path) for chunk in self.chunks]
+        if self._case.write:
+            paths = [self._directory / f"fio-{number}" for number in range(len(paths))]
+        samples.fio.append(
+            fio_gb_per_s(
+                paths,
+                write=self._case.write,
+                file_bytes=self.file_bytes,
+                depth=self._config.io_depth,
+                seconds=1.0,
+                direct=self.storage.direct,
+            )
+        )
+        if self._case.write:
+            for path in paths:
+                path.unlink()
+
+    def _tier(self, samples: Samples) -> None:
+        cpu = time.process_time()
+        transfer = self._native.write if self._case.write else self._native.read
+        seconds = sum(transfer() for _ in range(self._case.loops))
+        gigabytes = self._case.loops * self._native.total_bytes / 1e9
+        samples.native.append(gigabytes / seconds)
+        samples.native_cpu.append((time.process_time() - cpu) / gigabytes)
+
+
+def _chunks(directory: Path, case: Case) -> list[ChunkTransfer]:
+    paths = ChunkPaths(directory)
+    keys = [number.to_bytes(36, "big") for number in range(case.chunks)]
+    # The trailer is part of the file: the payload is a page less, so that sizes are round.
+    return [plain_chunk(key, paths.final(key), case.chunk_bytes - PAGE) for key in keys]
+
+
+def cases(directory: Path, quick: bool) -> Iterator[Case]:
+    """The lines of the report; quick ones move fewer bytes in each round, not fewer rounds."""
+    gigabytes = 0.6 if quick else 1.6
+    for action, (size, chunk_bytes) in itertools.product(("read", "write"), CHUNK_BYTES.items()):
+        count = max(8, int(gigabytes * 1e9 / chunk_bytes))
+        yield Case(
+            f"{action}_{size}", directory, chunk_bytes, count, action == "write", 1 if quick else 2
+        )
+    for size, chunk_bytes in CHUNK_BYTES.items():
+        count = max(8, int(0.6e9 / chunk_bytes))
+        yield Case(f"tmpfs_read_{size}", SHM, chunk_bytes, count, False, 4)
+
+
+def interpreter_cost(directory: Path, config: Config, runs: int) -> dict[str, dict[str, float]]:
+    """Stall and slow-down at both chunk sizes, medians over the runs."""
+    report = {}
+    for size, chunk_bytes in CHUNK_BYTES.items():
+        case = Case(
+            f"interpreter_{size}", directory, chunk_bytes, int(1.2e9 / chunk_bytes), False, 1
+        )
+        with ExitStack() as stack, switch_interval(config.switch_interval_s):
+            bench = Bench(case, config, stack)
+            bench.read_once()
+            pairs = [stall_and_slowdown(bench.read_once) for _ in range(runs)]
+        report[size] = {
+            "stall_ms": statistics.median(stall for stall, _ in pairs) * 1e3,
+            "busy_ratio": statistics.median(ratio for _, ratio in pairs),
+        }
+    return report
+
+
+def main(
+    json_path: Annotated[Path | None, typer.Option("--json", help="Where the report goes.")] = None,
+    quick: Annotated[bool, typer.Option(help="Fewer bytes in each round.")] = False,
+    rounds: Annotated[int, typer.Option(min=5, help="Rounds of each case.")] = 5,
+    directory: Annotated[Path, typer.Option(help="On the drive to measure.")] = Path("build/bench"),
+    only: Annotated[list[str] | None, typer.Option(help="Only these cases.")] = None,
+) -> None:
+    """Measure the storage path and report ratios."""
+    console = Console(stderr=True)
+    try:
+        require_fio()
+    except FioMissingError as error:
+        console.print(f"[red]{error}[/red]")
+        raise typer.Exit(2) from None
+    config = Config()
+    report: dict[str, object] = {}
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for case in cases(directory.resolve(), quick):
+            if only and case.name not in only:
+                continue
+            task = progress.add_task(case.name, total=rounds)
+            samples = Samples()
+            with ExitStack() as stack:
+                bench = Bench(case, config, stack)
+                for number in range(rounds):
+                    bench.round(number, samples)
+                    progress.advance(task)
+            report[case.name] = samples.report()
+        if not only or "interpreter" in only:
+            progress.add_task("interpreter", total=None)
+            sizes = interpreter_cost(directory.resolve(), config, max(5, rounds))
+            report["interpreter"] = sizes
+            report["stall_ms_max"] = max(figures["stall_ms"] for figures in sizes.values())
+            report["busy_interpreter_ratio"] = min(
+                figures["busy_ratio"] for figures in sizes.values()
+            )
+    console.print(_table(report))
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _table(report: dict[str, object]) -> Table:
+    table = Table("case", "vs fio", "vs fs tier", "CPU s/GB", "fs tier's CPU s/GB")
+    for name, figures in report.items():
+        if isinstance(figures, dict) and "vs_fio" in figures:
+            low, high = figures["vs_fio_range"]
+            table.add_row(
+                name,
+                f"{figures['vs_fio']:.3f} ({low:.2f}-{high:.2f})",
+                f"{figures['vs_native']:.2f}",
+                f"{figures['cpu_s_per_gb']:.4f}",
+                f"{figures['native_cpu_s_per_gb']:.4f}",
+            )
+    for name in ("stall_ms_max", "busy_interpreter_ratio"):
+        if name in report:
+            table.add_row(name, f"{report[name]:.3f}", "", "", "")
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)
