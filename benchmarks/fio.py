@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,19 +37,36 @@ def fio_gb_per_s(
     memory first while it reads. A write creates the files once, as a store does. The memory
     is asked to be huge pages through glibc, since fio itself leaves that to the system.
 
+    Args:
+        paths: the files to read; for a write only their directory and number matter.
+
     Returns:
         GB/s (10^9 bytes), of fio's own run time.
     """
-    if write:
-        for path in paths:
-            path.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=paths[0].parent, prefix="fio-") as directory:
+        names = [str(number) for number in range(len(paths))]
+        if not write:  # hard links: fio takes few characters of file names
+            for name, path in zip(names, paths, strict=True):
+                os.link(path, Path(directory, name))
+        return _run(directory, names, write, file_bytes, depth, seconds, direct)
+
+
+def _run(
+    directory: str,
+    names: Sequence[str],
+    write: bool,
+    file_bytes: int,
+    depth: int,
+    seconds: float,
+    direct: bool,
+) -> float:
     command = [
         require_fio(),
         "--name=yardstick",
-        f"--filename={':'.join(map(str, paths))}",
+        f"--filename={':'.join(names)}",
         f"--rw={'write' if write else 'read'}",
         f"--bs={file_bytes}",
-        f"--size={file_bytes * len(paths)}",
+        f"--size={file_bytes * len(names)}",
         f"--filesize={file_bytes}",
         "--ioengine=io_uring",
         f"--iodepth={depth}",
@@ -56,8 +74,8 @@ def fio_gb_per_s(
         "--scramble_buffers=0",
         "--fallocate=none",
         "--file_service_type=sequential",
-        "--nrfiles=" + str(len(paths)),
-        "--openfiles=" + str(len(paths)),
+        f"--nrfiles={len(names)}",
+        f"--openfiles={len(names)}",
         "--invalidate=0",
         "--output-format=json",
     ]
@@ -68,7 +86,9 @@ def fio_gb_per_s(
         else ["--time_based", f"--runtime={milliseconds}ms", f"--ramp_time={milliseconds}ms"]
     )
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, cwd=directory
+    )
     if done.returncode:
         raise RuntimeError(f"fio failed: {done.stderr or done.stdout}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]

@@ -129,12 +129,9 @@ class Bench:
         samples.ours_cpu.append((time.process_time() - cpu) / gigabytes)
 
     def _fio(self, samples: Samples) -> None:
-        paths = [Path(chunk.path) for chunk in self.chunks]
-        if self._case.write:
-            paths = [self._directory / f"fio-{number}" for number in range(len(paths))]
         samples.fio.append(
             fio_gb_per_s(
-                paths,
+                [Path(chunk.path) for chunk in self.chunks],
                 write=self._case.write,
                 file_bytes=self.file_bytes,
                 depth=self._config.io_depth,
@@ -142,9 +139,6 @@ class Bench:
                 direct=self.storage.direct,
             )
         )
-        if self._case.write:
-            for path in paths:
-                path.unlink()
 
     def _tier(self, samples: Samples) -> None:
         cpu = time.process_time()
