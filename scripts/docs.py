@@ -13,10 +13,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from pykvcache.config import ENVIRONMENT_PREFIX, Config
-from pykvcache.transfer.states import READ_TRANSITIONS, WRITE_TRANSITIONS
 from pydantic_core import PydanticUndefined
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
+
+from pykvcache.config import ENVIRONMENT_PREFIX, Config
+from pykvcache.transfer.states import READ_TRANSITIONS, WRITE_TRANSITIONS
 from vllm.v1.kv_offload.pykvcache.metrics import metric_definitions
 
 ROOT = Path(__file__).resolve().parent.parent
