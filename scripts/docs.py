@@ -88,8 +88,8 @@ def rendered(text: str, section: str, lines: Iterator[str]) -> str:
         ValueError: the document has no such markers.
     """
     body = "\n".join(lines).strip()
-    pattern = re.compile(rf"(<!-- {section} -->\n).*?(\n<!-- /{section} -->)", re.DOTALL)
-    result, count = pattern.subn(lambda match: f"{match[1]}{body}{match[2]}", text)
+    pattern = re.compile(rf"(<!-- {section} -->\n).*?(<!-- /{section} -->)", re.DOTALL)
+    result, count = pattern.subn(lambda match: f"{match[1]}{body}\n{match[2]}", text)
     if count != 1:
         raise ValueError(f"{count} sections '{section}' instead of one")
     return result
