@@ -198,15 +198,11 @@ class CudaCopier(Copier):
         copy_batch: CopyBatch,
     ) -> None:
         self._device = tensors[0].device
-        self._geometry = geometry
         self._pool = pool
         self._copy_batch = copy_batch
-        self._tensors = list(tensors)
+        self._pointers = CopyPointers(tensors, geometry, pool)
         self._launched: list[_Launched] = []
         self._failed: list[Completion] = []
-        self._groups = [
-            _GroupPointers.of(tensors, geometry, group) for group in range(len(geometry.groups))
-        ]
         with torch.cuda.device(self._device):
             self._streams = {direction: torch.cuda.Stream() for direction in Direction}
             self.pinned = _pin(pool)
@@ -229,8 +225,10 @@ class CudaCopier(Copier):
             self._failed.append(Completion(operation.token, -errno.EIO))
 
     def _launch(self, operation: CopyOperation) -> _Launched:
+        if operation.direction is Direction.STORE:
+            _clear_partial_slots(self._pool, operation.copies)
         stream = self._streams[operation.direction]
-        device, host, sizes = self._descriptors(operation.copies)
+        device, host, sizes = self._pointers.of(operation.copies)
         source, target = (host, device) if operation.direction is Direction.LOAD else (device, host)
         with torch.cuda.stream(stream):
             for fence in {id(copy.fence): copy.fence for copy in operation.copies}.values():
@@ -240,28 +238,6 @@ class CudaCopier(Copier):
             event = torch.cuda.Event()
             event.record(stream)
         return _Launched(operation.token, event, (source, target, sizes))
-
-    def _descriptors(
-        self, copies: Sequence[SlotCopy]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        device, host, sizes = [], [], []
-        for copy in copies:
-            group = self._groups[copy.chunk.group]
-            blocks = np.asarray(copy.chunk.block_ids, np.int64)
-            within = np.arange(copy.chunk.span.first, copy.chunk.span.end, dtype=np.int64)
-            slot = self._pool.address + copy.slot * self._pool.slot_bytes
-            if copy.chunk.span.count < self._geometry.blocks_per_chunk:
-                self._pool.view(copy.slot)[: copy.chunk.payload_bytes] = bytes(
-                    copy.chunk.payload_bytes
-                )
-            device.append((group.base[:, None] + group.stride[:, None] * blocks).ravel())
-            host.append((slot + group.offset[:, None] + group.page[:, None] * within).ravel())
-            sizes.append(np.repeat(group.page, len(blocks)))
-        return (
-            torch.from_numpy(np.concatenate(device)),
-            torch.from_numpy(np.concatenate(host)),
-            torch.from_numpy(np.concatenate(sizes)),
-        )
 
     def reap(self) -> list[Completion]:
         """Operations whose event has come."""
@@ -288,7 +264,7 @@ class CudaCopier(Copier):
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupPointers:
+class _GroupPages:
     """For each reference of a group: where row 0 lies, bytes between rows, offset in the
     payload, bytes of a page."""
 
@@ -297,17 +273,50 @@ class _GroupPointers:
     offset: npt.NDArray[np.int64]
     page: npt.NDArray[np.int64]
 
-    @classmethod
-    def of(
-        cls, tensors: Sequence[torch.Tensor], geometry: ChunkGeometry, group: int
-    ) -> _GroupPointers:
-        pages = geometry.groups[group]
-        return cls(
-            base=np.array([tensors[page.tensor].data_ptr() for page in pages], np.int64),
-            stride=np.array([tensors[page.tensor].stride(0) for page in pages], np.int64),
-            offset=np.array(geometry.offsets(group), np.int64),
-            page=np.array([page.page_bytes for page in pages], np.int64),
+
+class CopyPointers:
+    """Turns copies into the addresses that a batched copy takes, one for each page."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], geometry: ChunkGeometry, pool: Pool
+    ) -> None:
+        self._tensors = list(tensors)  # the addresses are theirs
+        self._pool = pool
+        self._groups = [
+            _GroupPages(
+                base=np.array([tensors[page.tensor].data_ptr() for page in pages], np.int64),
+                stride=np.array([tensors[page.tensor].stride(0) for page in pages], np.int64),
+                offset=np.array(geometry.offsets(group), np.int64),
+                page=np.array([page.page_bytes for page in pages], np.int64),
+            )
+            for group, pages in enumerate(geometry.groups)
+        ]
+
+    def of(self, copies: Sequence[SlotCopy]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Addresses in the KV cache, addresses in the pool, sizes: int64 on the CPU, one
+        entry for each page of each block."""
+        device, host, sizes = [], [], []
+        for copy in copies:
+            group = self._groups[copy.chunk.group]
+            blocks = np.asarray(copy.chunk.block_ids, np.int64)
+            within = np.arange(copy.chunk.span.first, copy.chunk.span.end, dtype=np.int64)
+            slot = self._pool.address + copy.slot * self._pool.slot_bytes
+            device.append((group.base[:, None] + group.stride[:, None] * blocks).ravel())
+            host.append((slot + group.offset[:, None] + group.page[:, None] * within).ravel())
+            sizes.append(np.repeat(group.page, len(blocks)))
+        return (
+            torch.from_numpy(np.concatenate(device)),
+            torch.from_numpy(np.concatenate(host)),
+            torch.from_numpy(np.concatenate(sizes)),
         )
+
+
+def _clear_partial_slots(pool: Pool, copies: Sequence[SlotCopy]) -> None:
+    """A chunk stored in part must not carry another chunk's bytes for the rest."""
+    for copy in copies:
+        chunk = copy.chunk
+        if chunk.copy_bytes < chunk.payload_bytes:
+            pool.view(copy.slot)[: chunk.payload_bytes] = bytes(chunk.payload_bytes)
 
 
 def _pin(pool: Pool) -> bool:
