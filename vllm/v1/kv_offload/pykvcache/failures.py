@@ -101,27 +101,29 @@ class TransferFailures:
             The keys that failed, for the metadata that goes to the scheduler.
 
         Raises:
-            RuntimeError: a synchronous load failed. Its request is part of the running step and
-                reads blocks without content; no report could come in time.
+            RuntimeError: a synchronous load failed. Upstream asserts that it doesn't, its request
+                being part of the running step already, and this keeps it so.
         """
-        if result.job_id not in load_jobs:
-            logger.warning_once("KV offloading: a store failed, its chunks will be misses.")
-        elif (req_id := load_jobs[result.job_id]) is None:
+        is_load = result.job_id in load_jobs
+        if is_load and load_jobs[result.job_id] is None:
             raise RuntimeError(
                 f"KV offloading: synchronous load {result.job_id} failed, and the step that "
                 "needs its data is already running."
             )
-        else:
+        if not isinstance(result, ChunkTransferResult):
+            # Our own worker has logged what happened and why.
+            logger.warning_once(
+                "KV offloading: a %s failed. What a store did not write is a miss later, and "
+                "kv_load_failure_policy decides what becomes of the request of a load.",
+                "load" if is_load else "store",
+            )
+        if (req_id := load_jobs.get(result.job_id)) is not None:
             self._record_load(result, req_id)
         if isinstance(result, ChunkTransferResult) and result.failed_keys:
             return result.failed_keys
         return None
 
     def _record_load(self, result: TransferResult, req_id: str) -> None:
-        logger.warning_once(
-            "KV offloading: a load failed. kv_load_failure_policy decides whether its request "
-            "is recomputed or fails."
-        )
         block_ids = (
             result.invalid_block_ids
             if isinstance(result, ChunkTransferResult)
