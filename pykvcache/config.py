@@ -15,7 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from pykvcache.errors import ConfigError
 
@@ -25,7 +32,7 @@ GIB = 1 << 30
 ENVIRONMENT_PREFIX = "PYKVCACHE_"
 
 #: Keys of ``kv_connector_extra_config`` that vLLM's offloading connector reads itself.
-CONNECTOR_KEYS = frozenset({"spec_name", "offload_prompt_only", "self_describing_kv_events"})
+CONNECTOR_KEYS = frozenset({"spec_name", "offload_prompt_only"})
 
 #: Keys of vLLM's connector that would contradict an option of ours: what to use instead.
 REPLACED_KEYS = {
@@ -36,6 +43,7 @@ REPLACED_KEYS = {
     "spec_module_path": "use --kv-offloading-backend pykvcache",
     "sync_load_budget_bytes": "this backend loads between steps, never inside one",
     "secondary_tiers": "this backend has no further tiers",
+    "self_describing_kv_events": "this backend publishes no KV events",
 }
 
 
@@ -156,6 +164,15 @@ class Config(BaseModel):
             return Path(os.path.abspath(os.path.expanduser(os.fspath(value))))
         raise ValueError("must be the path of a directory")
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is meant; they would count as 1 and 0."""
+        numeric = cls.model_fields[info.field_name or ""].annotation in (int, float)
+        if numeric and isinstance(value, bool):
+            raise ValueError("must be a number")
+        return value
+
     @property
     def slots_min(self) -> int:
         """Slots without which the disk's queue cannot be kept full (paper, section 6.4)."""
@@ -195,7 +212,7 @@ def parse_config(options: Mapping[str, Any], environment: Mapping[str, str] = os
             raise ConfigError(_unknown_option(key))
     from_environment = environment_options(environment)
     try:
-        return Config(**{**from_environment, **own})
+        return Config(**{"root": default_root(environment), **from_environment, **own})
     except ValidationError as error:
         raise ConfigError(_describe(error, set(own), from_environment)) from None
 

@@ -99,14 +99,14 @@ def claim_directory(facts: Identity | RankIdentity, directory: Path, root: Path)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _publish(path, facts.canonical)
-        found = path.read_text()
+        found = path.read_bytes()
     except OSError as error:
+        where = f": '{error.filename}'" if error.filename else ""  # a failed write names none
         raise ConfigError(
-            f"option 'root' is '{root}': cannot keep files there ({error.strerror}: "
-            f"'{error.filename}'); it must be a directory that this user can write, on a "
-            "filesystem with free space"
+            f"option 'root' is '{root}': cannot keep files there ({error.strerror}{where}); it "
+            "must be a directory that this user can write, on a filesystem with free space"
         ) from None
-    if found != facts.canonical:
+    if found != facts.canonical.encode():
         raise ConfigError(
             f"option 'root' is '{root}': '{path}' does not describe this server's cache; "
             "remove that directory, or choose another root or namespace"

@@ -13,6 +13,7 @@ An exception on the reactor's thread is a bug: it is logged once, every job then
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -104,6 +105,7 @@ class Reactor:
         self._mailbox: deque[_Message] = deque()
         self._results: deque[JobResult] = deque()
         self._flushes: list[_Flush] = []
+        self._open: dict[int, Job] = {}
         self._expected: dict[int, FileOperation] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._started = threading.Event()
@@ -112,6 +114,7 @@ class Reactor:
         self._stopped = False
         self._stop_at: float | None = None
         self._stop_deadline: float | None = None
+        self._abandoned = False
         self._gauges = Gauges(slots=pool.slots)
         self._thread = threading.Thread(target=self._run, name="pykvcache-reactor", daemon=True)
 
@@ -197,7 +200,9 @@ class Reactor:
             self._loop()
         except Exception:
             logger.exception("The KV offloading reactor failed; offloading is off from here on")
-            self._fail_everything()
+            self._failed = True
+            self._await_copies()
+        self._answer_everything()
 
     def _loop(self) -> None:
         poller = select.poll()
@@ -216,6 +221,7 @@ class Reactor:
     def _turn(self) -> None:
         now = self._clock()
         self._read_mailbox(now)
+        self._heed_stop(now)
         completions = self._examine(self._engine.reap()) + self._copier.reap()
         self._core.complete(completions, now)
         files: list[FileOperation] = []
@@ -235,15 +241,33 @@ class Reactor:
         while self._mailbox:
             message = self._mailbox.popleft()
             if isinstance(message, Job):
+                self._open[message.job_id] = message
                 self._core.submit(message, now)
             elif isinstance(message, _Flush):
                 self._core.flush(message.job_ids)
                 self._flushes.append(message)
             else:
                 self._core.forsake(message.job_ids, now)
-        if self._stop_at is not None and self._stop_deadline is None:
+
+    def _heed_stop(self, now: float) -> None:
+        """Close when asked to stop; abandon at the deadline, or when every job has ended and
+        only operations that nobody needs are left."""
+        if self._stop_at is None:
+            return
+        if self._stop_deadline is None:
             self._core.close(now)
             self._stop_deadline = self._stop_at
+        if self._is_abandonment_due(now):
+            self._core.abandon(now)
+            self._abandoned = True
+            self._stop_deadline = now + ABANDON_TIMEOUT_S
+
+    def _is_abandonment_due(self, now: float) -> bool:
+        return (
+            self._stop_deadline is not None
+            and not self._abandoned
+            and (now >= self._stop_deadline or not self._core.jobs)
+        )
 
     def _prepare(self, operation: FileOperation) -> FileOperation:
         if operation.action is Action.READ:
@@ -291,7 +315,9 @@ class Reactor:
         return Completion(completion.token, completion.result, defect)
 
     def _publish(self) -> None:
-        self._results.extend(self._core.take_results())
+        for result in self._core.take_results():
+            del self._open[result.job_id]
+            self._results.append(result)
         if self._flushes:
             waiting = []
             for flush in self._flushes:
@@ -309,7 +335,7 @@ class Reactor:
 
     def _wait(self, poller: select.poll) -> list[tuple[int, int]]:
         """Sleep until there is something to do; poll's own timeout has whole milliseconds."""
-        if self._mailbox:
+        if self._mailbox or self._is_abandonment_due(self._clock()):
             return poller.poll(0)
         if self._copier.in_flight:
             events = poller.poll(0)
@@ -325,26 +351,24 @@ class Reactor:
     def _ended(self) -> bool:
         if self._stop_deadline is None:
             return False
-        if self._core.idle:
-            return True
-        now = self._clock()
-        if self._core.jobs and now >= self._stop_deadline:
-            self._core.abandon(now)
-            self._stop_deadline = now + ABANDON_TIMEOUT_S
-            self._publish()
-            return False
-        return now >= self._stop_deadline
+        return self._core.idle or (self._abandoned and self._clock() >= self._stop_deadline)
 
-    def _fail_everything(self) -> None:
-        self._failed = True
-        now = self._clock()
-        try:
-            self._core.abandon(now)
-            self._results.extend(self._core.take_results())
-        finally:
-            for flush in self._flushes:
-                flush.done.set()
-            self._bury_mailbox()
+    def _await_copies(self) -> None:
+        """Device copies in flight still write blocks: only then may their loads be said to have
+        failed, because the engine reuses the blocks."""
+        give_up_at = self._clock() + ABANDON_TIMEOUT_S
+        with contextlib.suppress(Exception):  # the copier may be what failed
+            while self._copier.in_flight and self._clock() < give_up_at:
+                self._copier.reap()
+                time.sleep(self._copier.poll_s)
+
+    def _answer_everything(self) -> None:
+        """Nothing turns the core any more: fail what is left, whatever state the core is in."""
+        self._results.extend(_failed_result(job, Failure.SHUTDOWN) for job in self._open.values())
+        self._open.clear()
+        for flush in self._flushes:
+            flush.done.set()
+        self._bury_mailbox()
 
     def _bury_mailbox(self) -> None:
         """Answer what came too late; both threads may do so, each message has one taker."""

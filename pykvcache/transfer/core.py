@@ -200,8 +200,7 @@ class TransferCore:
         """The device blocks of these stores are reused although they may not have been
         copied: none of their chunks that has not been published may be any more."""
         for record in [self._records[job] for job in job_ids if job in self._records]:
-            for write in [write for write in record.writes if write in self._writes]:
-                self._drop_write(write, Failure.DROPPED, now)
+            self._drop_writes(record, Failure.DROPPED, now)
 
     def settled(self, job_ids: Iterable[int]) -> bool:
         """Whether none of these jobs still needs its device blocks."""
@@ -219,10 +218,11 @@ class TransferCore:
         self._drop_waiting_writes(lambda write: True, Failure.SHUTDOWN, now)
 
     def abandon(self, now: float) -> None:
-        """End every job now. Operations in flight keep their slots until they complete."""
+        """End every job now, but for loads whose blocks are being written: those end with their
+        copy. Operations in flight keep their slots until they complete."""
         self.close(now)
-        for write in list(self._writes):
-            self._drop_write(write, Failure.SHUTDOWN, now)
+        for record in list(self._records.values()):
+            self._drop_writes(record, Failure.SHUTDOWN, now)
 
     # --- what happened
 
@@ -577,6 +577,10 @@ class TransferCore:
         if done.result < 0:
             self._fail_write(write, failure_of(done.result))
             return
+        if write not in self._writes:
+            write.move(Event.ABANDON)
+            self._end_write(write)
+            return
         write.move(Event.SUCCEED)
         self._background.append(
             self._file(
@@ -598,6 +602,10 @@ class TransferCore:
             write.record.copied_bytes += write.chunk.copy_bytes
             self._end_chunk(write.record, write.chunk, None, self._now)
         self._end_write(write)
+
+    def _drop_writes(self, record: _JobRecord, failure: Failure, now: float) -> None:
+        for write in [write for write in record.writes if write in self._writes]:
+            self._drop_write(write, failure, now)
 
     def _drop_write(self, write: _Write, failure: Failure, now: float) -> None:
         """End the chunk; its write ends at once, or when its operation in flight completes."""

@@ -82,6 +82,7 @@ WRITE_TRANSITIONS = MappingProxyType(
         (_S.WRITING, _E.FAIL): _S.ENDED,
         (_S.CLOSING, _E.SUCCEED): _S.LINKING,
         (_S.CLOSING, _E.FAIL): _S.ENDED,
+        (_S.CLOSING, _E.ABANDON): _S.ENDED,
         (_S.LINKING, _E.SUCCEED): _S.ENDED,
         (_S.LINKING, _E.FAIL): _S.ENDED,
     }

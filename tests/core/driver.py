@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays one scenario of the transfer core by hand, operation by operation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+from pykvcache.layout import PAGE, BlockSpan, ChunkPaths, Defect, file_bytes
+from pykvcache.pool import SlotLedger
+from pykvcache.transfer.core import Limits, Operation, TransferCore
+from pykvcache.transfer.jobs import ChunkTransfer, Direction, Job, JobResult
+from pykvcache.transfer.operations import Action, Completion, CopyOperation, FileOperation
+
+BLOCKS_PER_CHUNK = 4
+PAYLOAD_BYTES = 2 * PAGE
+FILE_BYTES = file_bytes(PAYLOAD_BYTES)
+DEADLINE_S = 10.0
+
+PATHS = ChunkPaths(Path("root"))
+
+_block_ids = itertools.count(1000)
+
+
+def chunk_of(name: str, first: int = 0, count: int = BLOCKS_PER_CHUNK) -> ChunkTransfer:
+    """A chunk with device blocks of its own; the same name is the same key and file."""
+    key = name.encode()
+    return ChunkTransfer(
+        key=key,
+        path=PATHS.final(key),
+        payload_bytes=PAYLOAD_BYTES,
+        file_bytes=FILE_BYTES,
+        span=BlockSpan(first, count),
+        group=0,
+        block_ids=tuple(itertools.islice(_block_ids, count)),
+        copy_bytes=count * PAYLOAD_BYTES // BLOCKS_PER_CHUNK,
+    )
+
+
+class Driver:
+    """A core, a clock that the test sets, and the operations that were issued.
+
+    Operations stay in ``issued`` until the test completes them.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 8,
+        io_depth: int = 2,
+        open_lookahead: int = 4,
+        jobs_max: int = 100,
+    ) -> None:
+        self.ledger = SlotLedger(slots)
+        limits = Limits(io_depth, open_lookahead, DEADLINE_S, jobs_max)
+        self.core = TransferCore(limits, self.ledger, "w")
+        self.now = 0.0
+        self.issued: list[Operation] = []
+        self._job_ids = itertools.count(1)
+        self._descriptors = itertools.count(3)
+
+    def load(self, *chunks: ChunkTransfer, fence: object = None) -> int:
+        """Submit a load; returns its id."""
+        return self._submit(Direction.LOAD, chunks, fence)
+
+    def store(self, *chunks: ChunkTransfer, fence: object = None) -> int:
+        """Submit a store; returns its id."""
+        return self._submit(Direction.STORE, chunks, fence)
+
+    def _submit(
+        self, direction: Direction, chunks: tuple[ChunkTransfer, ...], fence: object
+    ) -> int:
+        job_id = next(self._job_ids)
+        self.core.submit(Job(job_id, direction, chunks, fence), self.now)
+        return job_id
+
+    def advance(self) -> list[Operation]:
+        """One turn; returns what it issued."""
+        operations = self.core.advance(self.now)
+        self.issued += operations
+        return operations
+
+    def files(self, action: Action) -> list[FileOperation]:
+        """Issued file operations of that kind that have not completed."""
+        return [
+            item
+            for item in self.issued
+            if isinstance(item, FileOperation) and item.action is action
+        ]
+
+    def file(self, action: Action) -> FileOperation:
+        """The only one of that kind."""
+        (operation,) = self.files(action)
+        return operation
+
+    def copies(self, direction: Direction) -> list[CopyOperation]:
+        """Issued copies in that direction that have not completed."""
+        return [
+            item
+            for item in self.issued
+            if isinstance(item, CopyOperation) and item.direction is direction
+        ]
+
+    def copy(self, direction: Direction) -> CopyOperation:
+        """The only one in that direction."""
+        (operation,) = self.copies(direction)
+        return operation
+
+    def complete(
+        self,
+        operations: Operation | Iterable[Operation],
+        result: int | None = None,
+        defect: Defect | None = None,
+    ) -> None:
+        """Complete operations, well unless a result is given, and advance."""
+        if isinstance(operations, FileOperation | CopyOperation):
+            operations = [operations]
+        operations = list(operations)
+        self.issued = [item for item in self.issued if item not in operations]
+        self.core.complete(
+            [
+                Completion(item.token, self._good(item) if result is None else result, defect)
+                for item in operations
+            ],
+            self.now,
+        )
+        self.advance()
+
+    def _good(self, operation: Operation) -> int:
+        if isinstance(operation, FileOperation):
+            if operation.action in (Action.OPEN, Action.CREATE):
+                return next(self._descriptors)
+            return operation.length
+        return 0
+
+    def finish(self) -> None:
+        """Complete everything well until nothing is left."""
+        self.advance()
+        while self.issued:
+            self.complete(self.issued)
+
+    def results(self) -> dict[int, JobResult]:
+        """Results since the last call, by job."""
+        results = self.core.take_results()
+        by_job = {result.job_id: result for result in results}
+        assert len(by_job) == len(results), "a job ended twice"
+        return by_job
+
+    def result(self, job_id: int) -> JobResult:
+        """The one result there is, which is that job's."""
+        results = self.results()
+        assert results.keys() == {job_id}
+        return results[job_id]
+
+    def assert_at_rest(self) -> None:
+        """Everything was given back."""
+        assert self.core.idle
+        assert self.core.jobs == 0
+        assert self.ledger.free == self.ledger.capacity
+        assert not self.issued

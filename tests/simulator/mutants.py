@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cores with one mistake each: what the simulator must be able to find."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pykvcache.pool import SlotLedger
+from pykvcache.transfer.core import Limits, Operation, TransferCore
+from pykvcache.transfer.jobs import JobResult
+from pykvcache.transfer.operations import Action, Completion, CopyOperation, FileOperation
+
+
+def action_of(operation: Operation) -> Action | None:
+    """The action of a file operation."""
+    return operation.action if isinstance(operation, FileOperation) else None
+
+
+class OneTransferTooMany(TransferCore):
+    """Exceeds ``io_depth``."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(limits, ledger, writer)
+        self._limits = replace(limits, io_depth=limits.io_depth + 1)
+
+
+class OneFileTooMany(TransferCore):
+    """Exceeds ``open_lookahead``."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        more = limits.open_lookahead + 1
+        super().__init__(replace(limits, open_lookahead=more), ledger, writer)
+
+
+class NoDeadline(TransferCore):
+    """Waits for a read as long as it takes."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(replace(limits, load_deadline_s=1e9), ledger, writer)
+
+
+class StoresTakeAllSlots(TransferCore):
+    """Keeps no slots for loads."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(limits, ledger, writer)
+        self._store_slots_max = ledger.capacity
+
+
+class SkipsOperation(TransferCore):
+    """Believes that one kind of operation is done without asking for it."""
+
+    skipped: Action
+
+    def advance(self, now: float) -> list[Operation]:
+        issued = super().advance(now)
+        skipped = [operation for operation in issued if action_of(operation) is self.skipped]
+        self.complete([Completion(operation.token, 0) for operation in skipped], now)
+        return [operation for operation in issued if operation not in skipped]
+
+
+class SkipsClose(SkipsOperation):
+    """Leaks descriptors."""
+
+    skipped = Action.CLOSE
+
+
+class SkipsUnlink(SkipsOperation):
+    """Leaves temporaries behind."""
+
+    skipped = Action.UNLINK
+
+
+class SkipsLink(SkipsOperation):
+    """Reports a store that nobody can find."""
+
+    skipped = Action.LINK
+
+
+class WritesBeforeReads(TransferCore):
+    """Turns the priorities round."""
+
+    def advance(self, now: float) -> list[Operation]:
+        return sorted(super().advance(now), key=lambda item: action_of(item) is not Action.WRITE)
+
+
+class ForgetsForsake(TransferCore):
+    """Publishes what was copied from reused blocks."""
+
+    def forsake(self, job_ids: Iterable[int], now: float) -> None:
+        pass
+
+
+class ForgetsFlush(TransferCore):
+    """Keeps what should be dropped."""
+
+    def flush(self, job_ids: Iterable[int]) -> None:
+        pass
+
+
+class SettledTooEarly(TransferCore):
+    """Lets the engine reuse blocks that are being copied."""
+
+    def settled(self, job_ids: Iterable[int]) -> bool:
+        return True
+
+
+class Watching(TransferCore):
+    """Remembers what is in flight, and may change completions before they count."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(limits, ledger, writer)
+        self.slots = ledger
+        self.flying: dict[int, Operation] = {}
+
+    def advance(self, now: float) -> list[Operation]:
+        issued = super().advance(now)
+        self.flying.update({operation.token: operation for operation in issued})
+        return issued
+
+    def complete(self, completions: Iterable[Completion], now: float) -> None:
+        believed = [self.believe(self.flying.pop(done.token), done) for done in completions]
+        super().complete(believed, now)
+
+    def believe(self, operation: Operation, done: Completion) -> Completion:
+        """What the core takes this completion for."""
+        return done
+
+
+class BelievesShortTransfers(Watching):
+    """Takes a part for the whole."""
+
+    def believe(self, operation: Operation, done: Completion) -> Completion:
+        if action_of(operation) in (Action.READ, Action.WRITE) and done.result >= 0:
+            assert isinstance(operation, FileOperation)
+            return replace(done, result=operation.length)
+        return done
+
+
+class BelievesDefects(Watching):
+    """Loads files that are not what was asked for."""
+
+    def believe(self, operation: Operation, done: Completion) -> Completion:
+        return replace(done, defect=None)
+
+
+class BelievesFailedCopies(Watching):
+    """Takes a failed device copy for a good one."""
+
+    def believe(self, operation: Operation, done: Completion) -> Completion:
+        return replace(done, result=0) if isinstance(operation, CopyOperation) else done
+
+
+class BelievesFailedCloses(Watching):
+    """Publishes what a network filesystem could not keep."""
+
+    def believe(self, operation: Operation, done: Completion) -> Completion:
+        return replace(done, result=0) if action_of(operation) is Action.CLOSE else done
+
+
+class CallsPresentAFailure(Watching):
+    """Takes another writer's file for an error."""
+
+    def believe(self, operation: Operation, done: Completion) -> Completion:
+        if action_of(operation) is Action.LINK and done.result == -errno.EEXIST:
+            return replace(done, result=-errno.EIO)
+        return done
+
+
+class LosesResults(TransferCore):
+    """Never says how every tenth job ended."""
+
+    def take_results(self) -> list[JobResult]:
+        return [result for result in super().take_results() if result.job_id % 10]
+
+
+class RepeatsResults(TransferCore):
+    """Says twice how a job ended."""
+
+    def take_results(self) -> list[JobResult]:
+        return super().take_results() * 2
+
+
+class ReleasesBeforeTheWrite(Watching):
+    """Gives a store's slot back while it is being written."""
+
+    def advance(self, now: float) -> list[Operation]:
+        issued = super().advance(now)
+        for operation in issued:
+            if isinstance(operation, FileOperation) and operation.action is Action.WRITE:
+                self.slots.release(operation.slot)
+        return issued
+
+
+class ReleasesAbandonedReads(Watching):
+    """Gives a slot back while a read that nobody waits for may still write to it."""
+
+    def close(self, now: float) -> None:
+        super().close(now)
+        for operation in self.flying.values():
+            if isinstance(operation, FileOperation) and operation.action is Action.READ:
+                self.slots.release(operation.slot)
+
+
+MUTANTS: tuple[type[TransferCore], ...] = (
+    OneTransferTooMany,
+    OneFileTooMany,
+    NoDeadline,
+    StoresTakeAllSlots,
+    SkipsClose,
+    SkipsUnlink,
+    SkipsLink,
+    WritesBeforeReads,
+    ForgetsForsake,
+    ForgetsFlush,
+    SettledTooEarly,
+    BelievesShortTransfers,
+    BelievesDefects,
+    BelievesFailedCopies,
+    BelievesFailedCloses,
+    CallsPresentAFailure,
+    LosesResults,
+    RepeatsResults,
+    ReleasesBeforeTheWrite,
+    ReleasesAbandonedReads,
+)
