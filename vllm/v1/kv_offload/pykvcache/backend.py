@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from pykvcache.config import GIB, Config, parse_config
 from pykvcache.errors import ConfigError
+from pykvcache.startup import check_root
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +36,7 @@ def configure(vllm_config: VllmConfig) -> None:
     from vllm.config import KVTransferConfig
 
     from vllm.v1.kv_offload.pykvcache.facts import model_facts
+    from vllm.v1.kv_offload.pykvcache.models import check_model, has_recurrent_state
 
     transfer = vllm_config.kv_transfer_config or KVTransferConfig()
     if transfer.kv_connector not in (None, "OffloadingConnector"):
@@ -45,15 +48,20 @@ def configure(vllm_config: VllmConfig) -> None:
     if SETTINGS_KEY in extra:  # configured already: the config is validated more than once
         return
     config = parse_config(extra)
-    size_gib = vllm_config.cache_config.kv_offloading_size or POOL_GIB_DEFAULT
-    if size_gib <= 0:
+    size_gib = vllm_config.cache_config.kv_offloading_size
+    if size_gib is None:
+        size_gib = POOL_GIB_DEFAULT
+    if not 0 < size_gib < float("inf"):
         raise ConfigError(f"option --kv-offloading-size is {size_gib}: must be above 0, in GiB")
+    check_model(vllm_config, config)
+    check_root(config)
     extra.update(
         spec_name=SPEC_NAME,
         **{
             SETTINGS_KEY: {
                 "config": config.model_dump(mode="json"),
                 "pool_bytes": int(size_gib * GIB),
+                "recurrent": has_recurrent_state(vllm_config),
                 "facts": model_facts(vllm_config),
             }
         },
@@ -63,6 +71,17 @@ def configure(vllm_config: VllmConfig) -> None:
     if transfer.kv_load_failure_policy is None:
         transfer.kv_load_failure_policy = "recompute"
     vllm_config.kv_transfer_config = transfer
+
+
+@contextmanager
+def logged_refusal() -> Iterator[None]:
+    """Say in one line why the server cannot start; vLLM's own report of a failed start is
+    many tracebacks, and the reason is in the first."""
+    try:
+        yield
+    except ConfigError as error:
+        logger.error("KV offloading cannot start: %s", error)
+        raise
 
 
 def settings_of(extra_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,12 +106,26 @@ def resolve_blocks_per_chunk(
     """How many blocks make a chunk.
 
     Groups may have blocks of different sizes; the largest decides, and a block larger than
-    the chunk is a chunk by itself.
+    the chunk is a chunk by itself. So is a block where a model has recurrent state: the one
+    that vLLM keeps for a prompt lies at its last block border, rarely at one of larger chunks.
 
     Raises:
-        ConfigError: ``tokens_per_chunk`` was chosen and is not a multiple of the block size.
+        ConfigError: ``tokens_per_chunk`` was chosen and is not a multiple of the block size,
+            or the model's KV cache groups rule an option out.
     """
-    config = Config(**settings_of(extra_config)["config"])
+    from vllm.v1.kv_offload.pykvcache.models import check_groups
+
+    settings = settings_of(extra_config)
+    config = Config(**settings["config"])
+    recurrent = bool(settings.get("recurrent"))
+    check_groups(
+        tokens_per_block,
+        recurrent=recurrent,
+        prompts_only=bool(extra_config.get("offload_prompt_only", True)),
+        config=config,
+    )
+    if recurrent:
+        return 1
     largest = max(tokens_per_block)
     blocks, rest = divmod(config.tokens_per_chunk, largest)
     default = Config.model_fields["tokens_per_chunk"].default

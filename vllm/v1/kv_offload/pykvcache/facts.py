@@ -8,6 +8,7 @@ process of the server in the connector's extra config, so that all of them agree
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
         "device": _device(vllm_config),
         "model": str(model.model),
         "revision": _revision(str(model.model), model.revision),
-        "weights": _weights_fingerprint(Path(model.model)),
+        "weights": _weights_fingerprint(vllm_config),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": _hash_seed(str(cache.prefix_caching_hash_algo)),
     }
@@ -68,19 +69,44 @@ def _revision(model: str, revision: str | None) -> str:
     return Path(path).parent.name if isinstance(path, str) else revision or ""
 
 
-def _weights_fingerprint(directory: Path) -> str:
-    """SHA-256 of a local checkpoint's configuration and of samples of its weights, in hex;
-    empty for a model from a hub, which its revision identifies."""
-    if not directory.is_dir():
-        return ""
-    digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if path.name == "config.json":
-            digest.update(path.read_bytes())
-        elif path.suffix in _WEIGHT_SUFFIXES and path.is_file():
-            digest.update(path.name.encode())
-            _digest_samples(digest, path)
+def _weights_fingerprint(vllm_config: VllmConfig) -> str:
+    """SHA-256, in hex, of what computes the KV: the model's effective configuration and, of a
+    local checkpoint, samples of the weights. A model from a hub has its revision for those."""
+    digest = hashlib.sha256(_effective_configuration(vllm_config).encode())
+    directory = Path(vllm_config.model_config.model)
+    if directory.is_dir():
+        for path in sorted(directory.iterdir()):
+            if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
+                digest.update(path.name.encode())
+                _digest_samples(digest, path)
     return digest.hexdigest()
+
+
+def _effective_configuration(vllm_config: VllmConfig) -> str:
+    """The configuration that the model runs with, overrides applied, as JSON: the same weights
+    give other KV with another RoPE, another data type or quantized while loading. Dummy
+    weights are not those of the checkpoint; a draft model's KV lies beside the model's."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    draft = vllm_config.speculative_config
+    config = model.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    facts = {
+        "config": config,
+        "dtype": str(model.dtype),
+        "quantization": [str(model.quantization), str(model.quantization_config)],
+        "dummy": vllm_config.load_config.load_format == "dummy",
+        "draft": [str(draft.method), str(draft.model), str(draft.revision)] if draft else [],
+        "interleave": parallel.cp_kv_cache_interleave_size,
+    }
+    return json.dumps(facts, sort_keys=True, default=_stable_text)
+
+
+def _stable_text(value: object) -> Any:
+    """For what JSON doesn't know: a text that is the same in every process."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return str(value) if isinstance(value, torch.dtype | Path) else type(value).__qualname__
 
 
 def _digest_samples(digest: hashlib._Hash, path: Path) -> None:

@@ -39,6 +39,8 @@ class PyKVCacheManager(OffloadingManager):
             clock=time.monotonic,
         )
         self._metrics = ManagerMetrics()
+        self._requests: set[str] = set()
+        self._storing_no_more: set[str] = set()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT when every rank has published the chunk, else MISS; changes nothing."""
@@ -56,6 +58,8 @@ class PyKVCacheManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """The plan of a store: the keys that are neither held nor being stored."""
+        if req_context.req_id in self._storing_no_more:
+            keys = ()
         needed = [OffloadKey(key) for key in self._catalog.begin_store(keys)]
         return PrepareStoreOutput(
             keys_to_store=needed, store_spec=ChunkSpec(tuple(needed)), evicted_keys=[]
@@ -73,10 +77,22 @@ class PyKVCacheManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Only new chunks are stored."""
+        self._requests.add(req_context.req_id)
         return RequestOffloadingContext()
 
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Nothing more is planned for it."""
+        self._requests.discard(req_context.req_id)
+        self._storing_no_more.discard(req_context.req_id)
+
     def reset_cache(self) -> None:
-        """Forget what was found. Files stay: they are as good for other servers as before."""
+        """Forget what was found. Files stay: they are as good for other servers as before.
+
+        Requests in flight store nothing more: vLLM would offer their chunks from the first one
+        on again, with the ids of blocks that a sliding window gave up long ago and that hold
+        another request's KV by now.
+        """
+        self._storing_no_more |= self._requests
         self._catalog.forget()
 
     def get_stats(self) -> OffloadingConnectorStats | None:

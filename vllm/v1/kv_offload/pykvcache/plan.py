@@ -17,6 +17,9 @@ from pykvcache.geometry import ChunkGeometry
 from pykvcache.layout import BlockSpan
 from pykvcache.transfer.jobs import ChunkTransfer, Direction
 
+NULL_BLOCK = 0
+"""vLLM's placeholder for a block that a request doesn't have; nobody's content."""
+
 
 @dataclass(frozen=True)
 class ChunkSpec(LoadStoreSpec):
@@ -51,7 +54,9 @@ class Planner:
         vLLM lists the blocks of each group without gaps, from the block index it names. The
         first chunk may lack blocks at its start (they are computed, or left a sliding
         window), the last chunk of a load blocks at its end. A store whose blocks don't fill
-        its chunks otherwise has gaps that the list doesn't show.
+        its chunks otherwise has gaps that the list doesn't show: blocks of a window that were
+        given to someone else. With a gap anywhere but there, either the number of chunks or
+        the end of the last one comes out wrong.
 
         Raises:
             PlanError: keys and blocks don't match.
@@ -64,8 +69,10 @@ class Planner:
             start += count
             spans = list(self._spans(device.block_indices[group], count))
             whole = self.geometry.blocks_per_chunk
-            if len(spans) != len(keys) or (
-                direction is Direction.STORE and spans and spans[-1].end != whole
+            if (
+                len(spans) != len(keys)
+                or NULL_BLOCK in blocks
+                or (direction is Direction.STORE and spans and spans[-1].end != whole)
             ):
                 raise PlanError(
                     f"{len(keys)} chunks of {whole} blocks and {count} blocks from block "

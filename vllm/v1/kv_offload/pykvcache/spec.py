@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from pykvcache.config import Config
 from pykvcache.identity import Identity, claim_directory
 from pykvcache.layout import rank_directory
-from vllm.v1.kv_offload.pykvcache.backend import settings_of
+from vllm.v1.kv_offload.pykvcache.backend import logged_refusal, settings_of
 from vllm.v1.kv_offload.pykvcache.metrics import metric_definitions
 
 
@@ -42,7 +42,8 @@ class PyKVCacheSpec(OffloadingSpec):
         self.pool_bytes: int = settings["pool_bytes"]
         self.identity = build_identity(config, self.options, settings["facts"])
         self.directory = self.identity.directory(self.options.root)
-        claim_directory(self.identity, self.directory, self.options.root)
+        with logged_refusal():
+            claim_directory(self.identity, self.directory, self.options.root)
 
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side."""
@@ -57,7 +58,8 @@ class PyKVCacheSpec(OffloadingSpec):
         """One rank's transfers."""
         from vllm.v1.kv_offload.pykvcache.worker import PyKVCacheWorker
 
-        return PyKVCacheWorker(self, kv_caches)
+        with logged_refusal():
+            return PyKVCacheWorker(self, kv_caches)
 
 
 def build_identity(config: OffloadingConfig, options: Config, facts: Mapping[str, Any]) -> Identity:

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be checked before a model is loaded: the root, and what its filesystem allows."""
+
+from __future__ import annotations
+
+from pykvcache.config import Config
+from pykvcache.errors import ConfigError
+from pykvcache.reactor.probe import choose_direct, choose_engine
+
+
+def check_root(config: Config) -> None:
+    """Make the root and try to store a page in it, the way the options ask for.
+
+    Raises:
+        ConfigError: the root cannot be made or written, or the engine or direct I/O that the
+            options demand does not work there.
+    """
+    try:
+        config.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"option 'root' is '{config.root}': cannot make it ({error.strerror}: "
+            f"'{error.filename}'); it must be a directory that this user can write, or can make"
+        ) from None
+    direct = choose_direct(config.direct_io, config.root)
+    choose_engine(config.io_engine, config.root, direct.direct)
