@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -49,17 +50,16 @@ class MemoryDisk:
         self.holding = threading.Event()
         """Set when an operation is held."""
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._let_go = threading.Event()
+        self._let_go: frozenset[Action] = frozenset()
 
-    def let_go(self) -> None:
-        """What is held goes well after all."""
-        self._let_go.set()
+    def let_go(self, *actions: Action) -> None:
+        """What is held of these kinds, or all of it, goes well after all."""
+        self._let_go = frozenset(actions or Action)
         os.eventfd_write(self.bell, 1)
 
-    @property
-    def is_let_go(self) -> bool:
-        """Whether :meth:`let_go` was called."""
-        return self._let_go.is_set()
+    def is_let_go(self, operation: FileOperation) -> bool:
+        """Whether a held operation may complete."""
+        return operation.action in self._let_go
 
     def wait_until_holding(self) -> None:
         """Wait for an operation to be held."""
@@ -105,14 +105,13 @@ class MemoryEngine(IoEngine):
             os.eventfd_write(self._disk.bell, 1)
 
     def reap(self) -> list[Completion]:
-        if self._disk.is_let_go:
-            held, self._held = self._held, []
-            self._done += [Completion(item.token, self._perform(item)) for item in held]
+        for item in list(self._held):
+            if self._disk.is_let_go(item):
+                self._held.remove(item)
+                self._done.append(Completion(item.token, self._perform(item)))
         done, self._done = self._done, []
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._disk.bell)
-        except BlockingIOError:
-            assert not done or self._disk.is_let_go
         return done
 
     def close(self) -> None:

@@ -292,6 +292,21 @@ def test_a_write_that_never_returns_is_waited_for_until_the_timeout(bench: Bench
 
 
 @pytest.mark.usefixtures("short_abandon_timeout")
+def test_the_end_comes_when_only_what_nobody_needs_is_left(bench: Bench) -> None:
+    bench.put("a")
+    held = (Action.READ, Action.WRITE)
+    bench.disk.rule = lambda operation: HOLD if operation.action in held else None
+    load, store = bench.load("a"), bench.store("b")
+    wait_until(lambda: set(held) <= set(bench.disk.seen), "not held")
+    finished = stop_in_background(bench.reactor, timeout_s=WAIT_S * 10)
+    assert bench.failure(load) is Failure.SHUTDOWN
+    assert not finished.is_set()
+    bench.disk.let_go(Action.WRITE)
+    assert bench.result(store).success
+    assert finished.wait(WAIT_S)
+
+
+@pytest.mark.usefixtures("short_abandon_timeout")
 def test_what_is_abandoned_is_cleaned_up(make: Callable[..., Bench]) -> None:
     bench = make(limits=Limits(io_depth=1, open_lookahead=4, load_deadline_s=1000.0, jobs_max=9))
     bench.disk.rule = lambda operation: HOLD if operation.action is Action.WRITE else None
@@ -338,6 +353,7 @@ def stop_in_background(reactor: Reactor, timeout_s: float) -> threading.Event:
 def test_a_flush_of_nothing_returns(bench: Bench) -> None:
     assert bench.reactor.flush([], WAIT_S)
     assert bench.reactor.flush([99], WAIT_S)
+    wait_until(lambda: not bench.reactor._flushes, "a flush is kept")
 
 
 def test_a_flush_does_not_wait_for_the_disk(bench: Bench) -> None:
@@ -495,6 +511,25 @@ def test_a_bug_in_the_core_fails_every_job(
     assert bench.failure(waiting) is Failure.SHUTDOWN
     assert bench.failure(later) is Failure.SHUTDOWN
     assert only_error(caplog).startswith("The KV offloading reactor failed")
+
+
+def test_a_bug_ends_the_flush_that_waits(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.put("a")
+    bench.disk.rule = lambda operation: HOLD if operation.action is Action.READ else None
+    job = bench.load("a")
+    bench.disk.wait_until_holding()
+    finished = threading.Event()
+
+    def flush() -> None:
+        bench.reactor.flush([job], WAIT_S * 10)
+        finished.set()
+
+    threading.Thread(target=flush, daemon=True).start()
+    wait_until(lambda: bench.reactor._flushes, "no flush")
+    bench.disk.rule = raise_at(Action.OPEN)
+    bench.load("b")
+    assert finished.wait(WAIT_S)
+    assert only_error(caplog)
 
 
 def test_a_load_is_not_failed_while_its_blocks_are_written(

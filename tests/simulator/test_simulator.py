@@ -78,6 +78,7 @@ def test_mistakes_are_found(mutant: type[TransferCore]) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_soak() -> None:
     workers = os.cpu_count() or 1
     share = SOAK_SCHEDULES // workers
