@@ -42,8 +42,8 @@ class Identity(_Facts):
     """What all ranks of a server have in common; the README says what each field guards.
 
     ``engine`` is the inference engine with its version, ``device`` the kind of device and
-    whatever of it decides the layout inside a page, ``weights`` a fingerprint of local
-    weights or empty, ``tokens_per_block`` that of each KV cache group.
+    whatever of it decides the layout inside a page, ``weights`` a fingerprint of the model's
+    effective configuration and of local weights, ``tokens_per_block`` that of each KV cache group.
     """
 
     format_version: int = FORMAT_VERSION

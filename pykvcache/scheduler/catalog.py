@@ -88,9 +88,11 @@ class Catalog:
             self._remember(self._failed, key, now)
 
     def forget(self) -> None:
-        """Forget what was found and what failed; stores in flight stay known."""
+        """Forget everything; whoever resets hears no more of the stores in flight, and a chunk
+        stored twice is only written twice."""
         self._found.clear()
         self._failed.clear()
+        self._storing.clear()
 
     @staticmethod
     def _remembered(

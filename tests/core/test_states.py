@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from pykvcache.errors import InvariantError
-from pykvcache.transfer.core import _Read, _Write
+from pykvcache.transfer.records import Read, Write
 from pykvcache.transfer.states import (
     READ_TRANSITIONS,
     WRITE_TRANSITIONS,
@@ -42,11 +42,11 @@ def test_an_illegal_event_changes_nothing(table: Table, step: Step) -> None:
     for state, event in PAIRS:
         if (state, event) in table:
             continue
-        moved: _Read | _Write
+        moved: Read | Write
         if table is READ_TRANSITIONS:
-            moved = _Read(chunk, state=state)
+            moved = Read(chunk, state=state)
         else:
-            moved = _Write(record=None, chunk=chunk, state=state)  # type: ignore[arg-type]
+            moved = Write(record=None, chunk=chunk, state=state)  # type: ignore[arg-type]
         with pytest.raises(InvariantError):
             moved.move(event)
         assert moved.state is state
@@ -73,7 +73,7 @@ def test_the_core_moves_by_the_table_alone(monkeypatch: pytest.MonkeyPatch) -> N
         seen.add(state)
         return next_write_state(state, event)
 
-    monkeypatch.setattr("pykvcache.transfer.core.next_write_state", stepped)
+    monkeypatch.setattr("pykvcache.transfer.records.next_write_state", stepped)
     driver = Driver()
     driver.store(chunk_of("a"))
     driver.finish()

@@ -23,7 +23,7 @@ class OneTransferTooMany(TransferCore):
 
     def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
         super().__init__(limits, ledger, writer)
-        self._limits = replace(limits, io_depth=limits.io_depth + 1)
+        self._budget.io_depth += 1
 
 
 class OneFileTooMany(TransferCore):
@@ -46,7 +46,7 @@ class StoresTakeAllSlots(TransferCore):
 
     def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
         super().__init__(limits, ledger, writer)
-        self._store_slots_max = ledger.capacity
+        self._budget.store_slots_max = ledger.capacity
 
 
 class SkipsOperation(TransferCore):

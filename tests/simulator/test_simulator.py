@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pykvcache.transfer import core, states
+from pykvcache.transfer import records, states
 from pykvcache.transfer.core import TransferCore
 from pykvcache.transfer.jobs import Failure
 from tests.simulator.mutants import MUTANTS
@@ -50,8 +50,8 @@ def test_schedules_reach_every_transition_and_failure(monkeypatch: pytest.Monkey
         seen.add(("write", state, event))
         return states.next_write_state(state, event)
 
-    monkeypatch.setattr(core, "next_read_state", next_read_state)
-    monkeypatch.setattr(core, "next_write_state", next_write_state)
+    monkeypatch.setattr(records, "next_read_state", next_read_state)
+    monkeypatch.setattr(records, "next_write_state", next_write_state)
     failures: Counter[Failure] = Counter()
     for seed in range(COVERAGE_SCHEDULES):
         failures += run_seed(seed).oracle.failures

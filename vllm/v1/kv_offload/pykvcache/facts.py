@@ -110,11 +110,12 @@ def _stable_text(value: object) -> Any:
 
 
 def _digest_samples(digest: hashlib._Hash, path: Path) -> None:
+    """Evenly spaced, the first and the last bytes among them."""
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
-    step = max(1, (size - _SAMPLE_BYTES) // (_SAMPLES - 1)) if size > _SAMPLE_BYTES else size
+    last = max(0, size - _SAMPLE_BYTES)
     with path.open("rb") as file:
-        for offset in range(0, size, max(1, step)):
+        for offset in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
             file.seek(offset)
             digest.update(file.read(_SAMPLE_BYTES))
 
