@@ -11,7 +11,7 @@ from pykvcache.layout import ChunkPaths
 from pykvcache.scheduler import catalog
 from pykvcache.scheduler.catalog import Catalog
 
-RANKS = [ChunkPaths(Path("/root/rank-0")), ChunkPaths(Path("/root/rank-1"))]
+RANKS = [ChunkPaths(Path("/kv/rank-0")), ChunkPaths(Path("/kv/rank-1"))]
 KEY, OTHER = b"\x01" * 36, b"\x02" * 36
 
 

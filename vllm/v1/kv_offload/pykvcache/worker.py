@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import sys
@@ -89,6 +90,7 @@ class PyKVCacheWorker(OffloadingWorker):
             fingerprint=rank_identity.fingerprint,
             writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
         )
+        self._frozen = False
         self._jobs: dict[int, Job] = {}
         self._refused: list[ChunkTransferResult] = []
         self._metrics = WorkerMetrics(parallel.rank)
@@ -145,6 +147,11 @@ class PyKVCacheWorker(OffloadingWorker):
             logger.warning_once("KV offloading left out a %s: %s", direction, error)
             self._refuse(job_id, direction, spec, device)
             return
+        if not self._frozen:
+            # What start-up left behind is long-lived: a full collection of it, which the
+            # reactor's allocations would bring about, stalls every thread for 0.1 s.
+            gc.freeze()
+            self._frozen = True
         job = Job(job_id, direction, chunks, self._reactor.fence())
         self._jobs[job_id] = job
         self._reactor.submit(job)
