@@ -116,18 +116,18 @@ class Bench:
         return self.storage.transfer(Direction.LOAD, self.chunks)
 
     def _ours(self, samples: Samples) -> None:
-        cpu = time.process_time()
-        seconds = 0.0
+        seconds = cpu_s = 0.0
         for _ in range(self._case.loops):
             if self._case.write:
                 for chunk in self.chunks:
                     Path(chunk.path).unlink(missing_ok=True)
-                seconds += self.storage.transfer(Direction.STORE, self.chunks)
-            else:
-                seconds += self.read_once()
+            cpu = time.process_time()
+            direction = Direction.STORE if self._case.write else Direction.LOAD
+            seconds += self.storage.transfer(direction, self.chunks)
+            cpu_s += time.process_time() - cpu
         gigabytes = self._case.loops * len(self.chunks) * self.file_bytes / 1e9
         samples.ours.append(gigabytes / seconds)
-        samples.ours_cpu.append((time.process_time() - cpu) / gigabytes)
+        samples.ours_cpu.append(cpu_s / gigabytes)
 
     def _fio(self, samples: Samples) -> None:
         samples.fio.append(
@@ -142,12 +142,11 @@ class Bench:
         )
 
     def _tier(self, samples: Samples) -> None:
-        cpu = time.process_time()
         transfer = self._native.write if self._case.write else self._native.read
-        seconds = sum(transfer() for _ in range(self._case.loops))
+        costs = [transfer() for _ in range(self._case.loops)]
         gigabytes = self._case.loops * self._native.total_bytes / 1e9
-        samples.native.append(gigabytes / seconds)
-        samples.native_cpu.append((time.process_time() - cpu) / gigabytes)
+        samples.native.append(gigabytes / sum(seconds for seconds, _ in costs))
+        samples.native_cpu.append(sum(cpu_s for _, cpu_s in costs) / gigabytes)
 
 
 def _chunks(directory: Path, case: Case) -> list[ChunkTransfer]:
@@ -159,12 +158,12 @@ def _chunks(directory: Path, case: Case) -> list[ChunkTransfer]:
 
 def cases(directory: Path, quick: bool) -> Iterator[Case]:
     """The lines of the report; quick ones move fewer bytes in each round, not fewer rounds."""
-    gigabytes = 1.6 if quick else 3.2  # the queue fills and drains once in each pass
+    gigabytes = 2.4 if quick else 4.8  # the queue fills and drains once in each pass
     for action, (size, chunk_bytes) in itertools.product(("read", "write"), CHUNK_BYTES.items()):
-        count = max(8, int(gigabytes * 1e9 / chunk_bytes))
+        count = round(gigabytes * 1e9 / chunk_bytes / 8) * 8  # whole depths
         yield Case(f"{action}_{size}", directory, chunk_bytes, count, action == "write", 1)
     for size, chunk_bytes in CHUNK_BYTES.items():
-        count = max(8, int(0.6e9 / chunk_bytes))
+        count = round(0.7e9 / chunk_bytes / 8) * 8
         yield Case(f"tmpfs_read_{size}", SHM, chunk_bytes, count, False, 4)
 
 

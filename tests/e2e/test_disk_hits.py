@@ -49,7 +49,7 @@ trunk's answer left them: four chunks and a half."""
 
 CHUNKS_READ = {BEFORE: 6, AT: 7, AFTER: 7, TRUNK: 7, BRANCH: 3}
 
-FILES_STORED = 6 + 7 + 7 + 7 + 3
+FILES_STORED = {BEFORE: 6, AT: 7, AFTER: 7, TRUNK: 7, BRANCH: 3}
 """The branch adds what it does not share. The answer completes the first prompt's seventh chunk,
 but vLLM offloads prompts only, unless told otherwise (`offload_prompt_only`)."""
 
@@ -77,13 +77,17 @@ def run(site: Site, prompts: Prompts) -> Iterator[Run]:
         BRANCH: shared + prompts.of(600, 16),
     }
     with site.server("first", pool_gib=SMALL_POOL_GIB, options=SMALL_POOL) as server:
-        for prompt in asked.values():
+        expected_files = 0
+        for name, prompt in asked.items():
             server.complete(prompt, 1)
+            # The branch shares blocks with the trunk. While the trunk's store waits for slots, vLLM
+            # asks to flush it for that (as if the blocks were reused), which drops what waits.
+            expected_files += FILES_STORED[name]
+            server.wait_idle(site.root, files=expected_files)
         from_memory = {
             name: server.complete(prompt, ANSWER_TOKENS, logprobs=True)
             for name, prompt in asked.items()
         }
-        server.wait_idle(site.root, files=FILES_STORED)
         first = server.metrics()
     files_before = len(kv_files(site.root))
     with site.server("restarted", pool_gib=SMALL_POOL_GIB, options=SMALL_POOL) as server:
@@ -125,9 +129,10 @@ def test_the_prompts_were_larger_than_the_pool(run: Run) -> None:
 
 def test_the_first_server_loaded_nothing_and_stored_every_chunk_once(run: Run) -> None:
     assert run.first.total(FILE_BYTES, direction="load") == 0
-    assert run.first.total(FILE_BYTES, direction="store") == FILES_STORED * FILE_SIZE_BYTES
-    assert run.first.total(FAILURES) == 0
-    assert run.files_before == FILES_STORED
+    stored = sum(FILES_STORED.values())
+    assert run.first.total(FILE_BYTES, direction="store") == stored * FILE_SIZE_BYTES
+    assert {reason for reason, n in run.first.by(FAILURES, "reason").items() if n} == set()
+    assert run.files_before == stored
 
 
 def test_the_restarted_server_stored_nothing_it_had_loaded(run: Run) -> None:
