@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from scripts.model import REPOSITORY, ModelError, ensure_model, run_reporting
+from scripts.model import REPOSITORY, ModelError, ensure_model, run_reporting, shown
 from scripts.serving import (
     LOAD_BYTES,
     Prompts,
@@ -330,7 +330,7 @@ def run_demo(n_prompts: int, n_tokens: int, dtype: str, output: Path) -> None:
     console.print(table_of(demo))
     console.print(
         f"From disk adds {demo['added_s'] * 1e3:.0f} ms to the in-memory hit; reading the same "
-        f"files alone takes {demo['read_s'] * 1e3:.0f} ms. Written to {output}."
+        f"files alone takes {demo['read_s'] * 1e3:.0f} ms. Written to {shown(output)}."
     )
 
 

@@ -79,11 +79,12 @@ def ensure_model(
         checkpoint = work / "checkpoint"
         _convert(gguf, checkpoint, dtype)
         _publish(checkpoint, directory, dtype)
-    console.print(f"Model ready: {_shown(directory)}")
+    console.print(f"Model ready: {shown(directory)}")
     return directory
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
+    """`path` as a user would write it here: relative below the current directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -108,7 +109,7 @@ def _require_disk(directory: Path) -> None:
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < DISK_NEEDED_BYTES:
         raise ModelError(
-            f"{free_bytes >> 20} MiB free in {_shown(directory)}; "
+            f"{free_bytes >> 20} MiB free in {shown(directory)}; "
             f"the model needs {DISK_NEEDED_BYTES >> 20} MiB to be made."
         )
 
