@@ -252,7 +252,10 @@ def test_names_say_more_than_that_something_helps() -> None:
 
 FORBIDDEN = [
     *(f"/{folder}/" for folder in ("work", "root", "tmp")),
-    *(".".join(host) for host in (("pypi", "org"), ("pythonhosted", "org"), ("debian", "org"))),
+    *(
+        ".".join(host)
+        for host in (("pypi", "org"), ("python" + "hosted", "org"), ("debian", "org"))
+    ),
 ]
 """Paths of one machine, and registries that a user may have replaced by a mirror."""
 
