@@ -315,6 +315,13 @@ class Reactor:
         return Completion(completion.token, completion.result, defect)
 
     def _publish(self) -> None:
+        # Before the results: the step that takes the last of them may be the last to look.
+        self._gauges = Gauges(
+            slots_in_use=self._ledger.leased,
+            slots=self._ledger.capacity,
+            jobs=self._core.jobs,
+            queues=self._core.queue_lengths(),
+        )
         for result in self._core.take_results():
             del self._open[result.job_id]
             self._results.append(result)
@@ -326,12 +333,6 @@ class Reactor:
                 else:
                     waiting.append(flush)
             self._flushes = waiting
-        self._gauges = Gauges(
-            slots_in_use=self._ledger.leased,
-            slots=self._ledger.capacity,
-            jobs=self._core.jobs,
-            queues=self._core.queue_lengths(),
-        )
 
     def _wait(self, poller: select.poll) -> list[tuple[int, int]]:
         """Sleep until there is something to do; poll's own timeout has whole milliseconds."""

@@ -23,7 +23,7 @@ SETTINGS_KEY = "pykvcache"
 """Where the validated settings travel in ``kv_connector_extra_config``."""
 
 POOL_GIB_DEFAULT = 2.0
-"""GiB of ``--kv-offloading-size`` when it is not given: some 60 chunks of a 7B model, far
+"""GiB of ``--kv-offloading-size`` when it is not given: some 60 chunks of 32 MiB, far
 beyond what the disk's queue needs, and small beside a server's memory."""
 
 
