@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,24 +11,12 @@ import pytest
 from scripts.model import ensure_model
 from scripts.serving import Prompts, Server
 from tests.e2e.sites import FaultySite, Site
+from tests.installed import items_for_this_build
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    version = _vllm_version()
-    for item in items:
-        if here not in item.path.parents:
-            continue
+    for item in items_for_this_build(items, Path(__file__).parent):
         item.add_marker(pytest.mark.e2e)
-        if "pykvcache" not in version:
-            item.add_marker(pytest.mark.skip(reason=f"needs this project's vLLM, not {version}"))
-
-
-def _vllm_version() -> str:
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 @pytest.fixture(scope="session")

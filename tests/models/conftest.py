@@ -3,33 +3,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 import pytest
 
+from tests.installed import items_for_this_build
 from tests.models.tiny import make_checkpoint
 
 _ENGINE_FREE = {"test_facts.py", "test_refused_models.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    version = _vllm_version()
-    for item in items:
-        if here not in item.path.parents:
-            continue
+    for item in items_for_this_build(items, Path(__file__).parent):
         if item.path.name not in _ENGINE_FREE:
             item.add_marker(pytest.mark.e2e)
-        if "pykvcache" not in version:
-            item.add_marker(pytest.mark.skip(reason=f"needs this project's vLLM, not {version}"))
-
-
-def _vllm_version() -> str:
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 class Checkpoints:
