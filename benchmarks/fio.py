@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,14 @@ def require_fio() -> str:
 
 
 def fio_gb_per_s(
-    paths: Sequence[Path], *, write: bool, file_bytes: int, depth: int, seconds: float, direct: bool
+    directory: Path,
+    paths: Sequence[Path],
+    *,
+    write: bool,
+    file_bytes: int,
+    depth: int,
+    seconds: float,
+    direct: bool,
 ) -> float:
     """Throughput of whole-file transfers through io_uring.
 
@@ -38,21 +44,22 @@ def fio_gb_per_s(
     is asked to be huge pages through glibc, since fio itself leaves that to the system.
 
     Args:
+        directory: made, and left with what was written.
         paths: the files to read; for a write only their directory and number matter.
 
     Returns:
         GB/s (10^9 bytes), of fio's own run time.
     """
-    with tempfile.TemporaryDirectory(dir=paths[0].parent, prefix="fio-") as directory:
-        names = [str(number) for number in range(len(paths))]
-        if not write:  # hard links: fio takes few characters of file names
-            for name, path in zip(names, paths, strict=True):
-                os.link(path, Path(directory, name))
-        return _run(directory, names, write, file_bytes, depth, seconds, direct)
+    directory.mkdir()
+    names = [str(number) for number in range(len(paths))]
+    if not write:  # hard links: fio takes few characters of file names
+        for name, path in zip(names, paths, strict=True):
+            os.link(path, directory / name)
+    return _run(directory, names, write, file_bytes, depth, seconds, direct)
 
 
 def _run(
-    directory: str,
+    directory: Path,
     names: Sequence[str],
     write: bool,
     file_bytes: int,

@@ -6,9 +6,9 @@ from __future__ import annotations
 import hashlib
 import mmap
 import select
-import shutil
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,8 @@ class NativeTier:
     """A ``FileSystemTierManager`` over a shared mapping of its own, as vLLM sets it up."""
 
     def __init__(self, root: Path, chunks: int, chunk_bytes: int) -> None:
-        self._root = root
+        self._chunks = chunks
+        self._keys: list[OffloadKey] = []
         self._memory = mmap.mmap(-1, chunks * chunk_bytes)
         array = np.frombuffer(self._memory, np.int8).reshape(chunks, chunk_bytes)
         array[:] = np.arange(chunk_bytes, dtype=np.int64).astype(np.int8)  # touched in order
@@ -38,24 +39,25 @@ class NativeTier:
         self._tier = FileSystemTierManager(
             _spec(chunk_bytes), memoryview(array), "fs", root_dir=str(root)
         )
-        self._keys = [
-            make_offload_key(hashlib.sha256(str(chunk).encode()).digest(), 0)
-            for chunk in range(chunks)
-        ]
         self._jobs = 0
 
-    def write(self) -> tuple[float, float]:
-        """Store every chunk anew; seconds, and seconds of CPU."""
+    def write(self, generation: int) -> tuple[float, float]:
+        """Store every chunk under a name of this generation; seconds, and seconds of CPU."""
+        self._keys = [
+            make_offload_key(hashlib.sha256(f"{generation} {chunk}".encode()).digest(), 0)
+            for chunk in range(self._chunks)
+        ]
         for key in self._keys:
-            Path(self._tier.file_mapper.get_file_name(key)).unlink(missing_ok=True)
-        return self._transfer(store=True)
+            Path(self._tier.file_mapper.get_file_name(key)).parent.mkdir(
+                parents=True, exist_ok=True
+            )
+        return self._transfer(self._tier.submit_store)
 
     def read(self) -> tuple[float, float]:
-        """Load every chunk; seconds, and seconds of CPU."""
-        return self._transfer(store=False)
+        """Load every chunk that was written last; seconds, and seconds of CPU."""
+        return self._transfer(self._tier.submit_load)
 
-    def _transfer(self, *, store: bool) -> tuple[float, float]:
-        submit = self._tier.submit_store if store else self._tier.submit_load
+    def _transfer(self, submit: Callable[[TransferJob], object]) -> tuple[float, float]:
         start, cpu = time.perf_counter(), time.process_time()
         for chunk, key in enumerate(self._keys):
             submit(self._job(chunk, key))
@@ -84,9 +86,8 @@ class NativeTier:
         return self._bytes
 
     def close(self) -> None:
-        """Stop the tier's threads and remove its files."""
+        """Stop the tier's threads."""
         self._tier.shutdown()
-        shutil.rmtree(self._root, ignore_errors=True)
 
 
 def _spec(chunk_bytes: int) -> types.SimpleNamespace:

@@ -8,17 +8,25 @@ in each round with fio (io_uring, same depth, same files, huge pages too) and wi
 vLLM's tier on the same filesystem. Every figure is the median of per-round ratios; the
 order of the three changes from round to round. The device's copies are not part of it:
 fio and the tier end in host memory as well.
+
+Reads are measured like fio's, over a window in which the queue is never empty. Writes
+create every file anew, in directories that exist. Nothing is deleted before the end,
+only truncated: ext4 does not reuse an inode within a minute of its deletion, so who
+deletes files to write them again measures the search past the deleted ones.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
 import json
+import os
+import select
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,12 +43,17 @@ from benchmarks.native_tier import NativeTier
 from pykvcache.config import Config
 from pykvcache.layout import PAGE, ChunkPaths
 from pykvcache.measure import Storage, open_storage, plain_chunk
-from pykvcache.transfer.jobs import ChunkTransfer, Direction
+from pykvcache.transfer.jobs import ChunkTransfer, Direction, Job
 
 MIB = 1 << 20
 CHUNK_BYTES = {"5.6MiB": int(5.625 * MIB), "28MiB": 28 * MIB}
 FINGERPRINT = bytes(32)
 SHM = Path("/dev/shm")
+WINDOW_S = 1.0
+JOB_CHUNKS = 8
+JOBS_AHEAD = 4
+"""Together more chunks than are open or in flight at a time, so that the queue is never empty."""
+POLL_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,11 @@ class Case:
     chunks: int
     write: bool
     loops: int
+
+    @property
+    def place(self) -> Path:
+        """The directory of its files."""
+        return self.directory / f"pykvcache-{self.name}"
 
 
 @dataclass
@@ -86,72 +104,128 @@ class Bench:
     def __init__(self, case: Case, config: Config, stack: ExitStack) -> None:
         self._case = case
         self._config = config
-        self._directory = case.directory / case.name
+        self._directory = case.place
         shutil.rmtree(self._directory, ignore_errors=True)
-        ours = self._directory / "rank"
-        ours.mkdir(parents=True)
-        stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
-        self.chunks = _chunks(ours, case)
+        self._rank = self._directory / "rank"
+        self._rank.mkdir(parents=True)
+        stack.callback(truncate_files, self._directory)
+        self.chunks = _chunks(self._rank, case, 0)
         self.file_bytes = self.chunks[0].file_bytes
         self.storage: Storage = stack.enter_context(
-            open_storage(ours, self.file_bytes, FINGERPRINT, config)
+            open_storage(self._rank, self.file_bytes, FINGERPRINT, config)
         )
         self._native = NativeTier(self._directory / "native", case.chunks, self.file_bytes)
         stack.callback(self._native.close)
-        self.storage.transfer(Direction.STORE, self.chunks)
-        self._native.write()
+        if not case.write:
+            self.storage.transfer(Direction.STORE, self.chunks)
+            self._native.write(0)
 
     def round(self, number: int, samples: Samples) -> None:
         """Each of the three once, in an order that rotates."""
-        steps: list[Callable[[], None]] = [
-            lambda: self._ours(samples),
-            lambda: self._fio(samples),
-            lambda: self._tier(samples),
-        ]
+        steps: list[Callable[[int, Samples], None]] = [self._ours, self._fio, self._tier]
         for step in steps[number % 3 :] + steps[: number % 3]:
-            step()
+            step(number, samples)
+            if self._case.write:
+                truncate_files(self._directory)
 
     def read_once(self) -> float:
         """Seconds of one pass of reads."""
         return self.storage.transfer(Direction.LOAD, self.chunks)
 
-    def _ours(self, samples: Samples) -> None:
-        seconds = cpu_s = 0.0
-        for _ in range(self._case.loops):
-            if self._case.write:
-                for chunk in self.chunks:
-                    Path(chunk.path).unlink(missing_ok=True)
+    def _ours(self, number: int, samples: Samples) -> None:
+        if self._case.write:
+            chunks = _chunks(self._rank, self._case, number)
+            make_directories(Path(chunk.path) for chunk in chunks)
             cpu = time.process_time()
-            direction = Direction.STORE if self._case.write else Direction.LOAD
-            seconds += self.storage.transfer(direction, self.chunks)
-            cpu_s += time.process_time() - cpu
-        gigabytes = self._case.loops * len(self.chunks) * self.file_bytes / 1e9
+            seconds = self.storage.transfer(Direction.STORE, chunks)
+            cpu_s = time.process_time() - cpu
+            moved = len(chunks)
+        else:
+            moved, seconds, cpu_s = steady_reads(self.storage, self.chunks, WINDOW_S)
+        gigabytes = moved * self.file_bytes / 1e9
         samples.ours.append(gigabytes / seconds)
         samples.ours_cpu.append(cpu_s / gigabytes)
 
-    def _fio(self, samples: Samples) -> None:
+    def _fio(self, number: int, samples: Samples) -> None:
         samples.fio.append(
             fio_gb_per_s(
+                self._directory / f"fio-{number}",
                 [Path(chunk.path) for chunk in self.chunks],
                 write=self._case.write,
                 file_bytes=self.file_bytes,
                 depth=self._config.io_depth,
-                seconds=1.0,
+                seconds=WINDOW_S,
                 direct=self.storage.direct,
             )
         )
 
-    def _tier(self, samples: Samples) -> None:
-        transfer = self._native.write if self._case.write else self._native.read
-        costs = [transfer() for _ in range(self._case.loops)]
-        gigabytes = self._case.loops * self._native.total_bytes / 1e9
+    def _tier(self, number: int, samples: Samples) -> None:
+        if self._case.write:
+            costs = [self._native.write(number)]
+        else:
+            costs = [self._native.read() for _ in range(self._case.loops)]
+        gigabytes = len(costs) * self._native.total_bytes / 1e9
         samples.native.append(gigabytes / sum(seconds for seconds, _ in costs))
         samples.native_cpu.append(sum(cpu_s for _, cpu_s in costs) / gigabytes)
 
 
-def _chunks(directory: Path, case: Case) -> list[ChunkTransfer]:
+def steady_reads(
+    storage: Storage, chunks: Sequence[ChunkTransfer], window_s: float
+) -> tuple[int, float, float]:
+    """Read the chunks over and over; count in a window that begins after as long a run-up.
+
+    Returns:
+        Chunks read in the window, its seconds, and its seconds of CPU.
+    """
+    jobs = itertools.count(1)
+    starts = range(0, len(chunks), JOB_CHUNKS)
+    batches = itertools.cycle([tuple(chunks[at : at + JOB_CHUNKS]) for at in starts])
+
+    def ended(submit: bool) -> int:
+        while not (results := storage.reactor.take_results()):
+            select.select([], [], [], POLL_S)
+        for result in results:
+            if not result.success:
+                raise OSError(f"reads failed: {set(result.failures.values())}")
+            if submit:
+                storage.reactor.submit(Job(next(jobs), Direction.LOAD, next(batches)))
+        return len(results)
+
+    for _ in range(JOBS_AHEAD):
+        storage.reactor.submit(Job(next(jobs), Direction.LOAD, next(batches)))
+    began = time.perf_counter()
+    while time.perf_counter() - began < window_s:
+        ended(submit=True)
+    start, cpu, moved = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() - start < window_s:
+        moved += ended(submit=True) * JOB_CHUNKS
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    left = JOBS_AHEAD
+    while left:
+        left -= ended(submit=False)
+    return moved, seconds, cpu_s
+
+
+def make_directories(paths: Iterable[Path]) -> None:
+    """The directories of files to be written, as a cache that is in use has them."""
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def truncate_files(directory: Path) -> None:
+    """Free what the files hold; see the module's text for why they stay."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            os.truncate(path, 0)
+
+
+def _chunks(directory: Path, case: Case, generation: int) -> list[ChunkTransfer]:
     paths = ChunkPaths(directory)
-    keys = [number.to_bytes(36, "big") for number in range(case.chunks)]
+    # Hashes, as in a cache: they spread the files over directories.
+    keys = [
+        hashlib.sha256(f"{generation} {number}".encode()).digest() + bytes(4)
+        for number in range(case.chunks)
+    ]
     # The trailer is part of the file: the payload is a page less, so that sizes are round.
     return [plain_chunk(key, paths.final(key), case.chunk_bytes - PAGE) for key in keys]
 
@@ -167,13 +241,16 @@ def cases(directory: Path, quick: bool) -> Iterator[Case]:
         yield Case(f"tmpfs_read_{size}", SHM, chunk_bytes, count, False, 4)
 
 
-def interpreter_cost(directory: Path, config: Config, runs: int) -> dict[str, dict[str, float]]:
+def interpreter_cost(
+    directory: Path, config: Config, runs: int, leftovers: ExitStack
+) -> dict[str, dict[str, float]]:
     """Stall and slow-down at both chunk sizes, medians over the runs."""
     report = {}
     for size, chunk_bytes in CHUNK_BYTES.items():
         case = Case(
             f"interpreter_{size}", directory, chunk_bytes, int(1.2e9 / chunk_bytes), False, 1
         )
+        leftovers.callback(shutil.rmtree, case.place, ignore_errors=True)
         with ExitStack() as stack, switch_interval(config.switch_interval_s):
             bench = Bench(case, config, stack)
             bench.read_once()
@@ -206,21 +283,22 @@ def main(
     config = Config()
     report: dict[str, object] = {}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with ExitStack() as leftovers, Progress(*columns, console=console) as progress:
         for case in cases(directory.resolve(), quick):
             if only and case.name not in only:
                 continue
+            leftovers.callback(shutil.rmtree, case.place, ignore_errors=True)
             task = progress.add_task(case.name, total=rounds)
             samples = Samples()
             with ExitStack() as stack:
                 bench = Bench(case, config, stack)
-                for number in range(rounds):
+                for number in range(1, rounds + 1):
                     bench.round(number, samples)
                     progress.advance(task)
             report[case.name] = samples.report()
         if not only or "interpreter" in only:
             progress.add_task("interpreter", total=None)
-            sizes = interpreter_cost(directory.resolve(), config, max(5, rounds))
+            sizes = interpreter_cost(directory.resolve(), config, max(5, rounds), leftovers)
             report["interpreter"] = sizes
             report["stall_ms_max"] = max(figures["stall_ms"] for figures in sizes.values())
             report["busy_interpreter_ratio"] = min(
