@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-_POLL_S = 0.002
+_POLL_S = 0.01
 
 
 class NativeTier:

@@ -53,7 +53,7 @@ WINDOW_S = 1.0
 JOB_CHUNKS = 8
 JOBS_AHEAD = 4
 """Together more chunks than are open or in flight at a time, so that the queue is never empty."""
-POLL_S = 0.002
+POLL_S = 0.01
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pykvcache.reactor.reactor import Reactor
 from pykvcache.transfer.core import Limits
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Job, JobResult
 
-_POLL_S = 0.002
+_POLL_S = 0.01
 """Seconds; the result carries its own time, and looking more often costs CPU."""
 
 

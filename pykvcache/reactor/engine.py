@@ -24,6 +24,13 @@ class IoEngine(ABC):
     def fileno(self) -> int:
         """A descriptor that polls readable while completions wait to be reaped."""
 
+    def transfers_fileno(self) -> int:
+        """The same, but steps (what is not a READ or WRITE) need not make it readable.
+
+        Who can start no transfer anyway need not be woken for an opened or closed file.
+        """
+        return self.fileno()
+
     @abstractmethod
     def submit(self, operations: Sequence[FileOperation]) -> None:
         """Start the operations; does not block on the device."""

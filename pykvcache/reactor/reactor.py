@@ -205,11 +205,10 @@ class Reactor:
         self._answer_everything()
 
     def _loop(self) -> None:
-        poller = select.poll()
-        poller.register(self._bell, select.POLLIN)
-        poller.register(self._engine.fileno(), select.POLLIN)
+        self._for_anything = self._poller(self._engine.fileno())
+        self._for_transfers = self._poller(self._engine.transfers_fileno())
         while not self._ended():
-            for descriptor, _events in self._wait(poller):
+            for descriptor, _events in self._wait():
                 if descriptor == self._bell:
                     os.eventfd_read(self._bell)
             self._turn()
@@ -334,8 +333,15 @@ class Reactor:
                     waiting.append(flush)
             self._flushes = waiting
 
-    def _wait(self, poller: select.poll) -> list[tuple[int, int]]:
+    def _poller(self, engine_descriptor: int) -> select.poll:
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        poller.register(engine_descriptor, select.POLLIN)
+        return poller
+
+    def _wait(self) -> list[tuple[int, int]]:
         """Sleep until there is something to do; poll's own timeout has whole milliseconds."""
+        poller = self._for_transfers if self._core.depth_is_full else self._for_anything
         if self._mailbox or self._is_abandonment_due(self._clock()):
             return poller.poll(0)
         if self._copier.in_flight:

@@ -55,7 +55,7 @@ _OFFSET_RINGS = 0
 _OFFSET_ENTRIES = 0x10000000
 
 _PARAMS = struct.Struct("<10I 8IQ 8IQ")
-_SUBMISSION = struct.Struct("<BBHiQQIIQHHiQQ")
+_SUBMISSION = struct.Struct("<BBHiQQIIQ24x")
 _COMPLETION = struct.Struct("<QiI")
 
 _system_call = ctypes.CDLL(None, use_errno=True).syscall
@@ -158,11 +158,6 @@ class Ring:
             length,
             argument,
             user_data,
-            0,
-            0,
-            0,
-            0,
-            0,
         )
         self._tail = (self._tail + 1) & 0xFFFFFFFF
 
@@ -187,7 +182,9 @@ class Ring:
         """Take what has completed: ``(user_data, result)``, a result below 0 is -errno."""
         words = self._words
         head, tail = words[self._cq_head_at], words[self._cq_tail_at]
-        taken = []
+        taken: list[tuple[int, int]] = []
+        if head == tail:
+            return taken
         while head != tail:
             at = self._cq_entries_at + (head & self._cq_mask) * _COMPLETION.size
             user_data, result, _ = _COMPLETION.unpack_from(self._rings, at)

@@ -8,17 +8,22 @@ detour through a worker costs no bandwidth and at most 0.003 s of CPU per GB at 
 The kernel starts at most min(entries, 4 x CPUs) such workers (io_uring(7), io-wq); a direct
 read keeps one only while it is being queued.
 
+Transfers and steps (opening, closing, linking) have a ring each, so that a thread can sleep
+until a transfer completes: being woken costs more than any step.
+
 Buffers and paths are referenced until the completion. A cancelled transfer could still write
 to its buffer, so nothing is ever cancelled: a slot is busy until its own completion comes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import select
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from pykvcache.errors import InvariantError
@@ -45,13 +50,15 @@ _DIRECTORY_AS_LENGTH = ring.AT_FDCWD & 0xFFFFFFFF
 class _Pending:
     """An operation that has not completed, and what must live as long."""
 
-    __slots__ = ("done", "operation", "paths", "refused")
+    __slots__ = ("done", "is_transfer", "operation", "path", "refused", "target")
 
     def __init__(self, operation: FileOperation) -> None:
         self.operation = operation
+        self.is_transfer = operation.action is Action.READ or operation.action is Action.WRITE
         self.done = 0
         """Bytes that earlier parts of a transfer which the kernel cut short have moved."""
-        self.paths: tuple[ctypes.c_char_p, ...] = ()
+        self.path: ctypes.c_char_p | None = None
+        self.target: ctypes.c_char_p | None = None
         self.refused = False
         """Whether a NOP stands in for an operation that cannot be expressed."""
 
@@ -75,12 +82,22 @@ class UringEngine(IoEngine):
         self._addresses = [_address_of(buffer) for buffer in buffers]
         self._read_flags = read_flags(direct)
         self._create_flags = create_flags(direct)
-        self._ring = ring.Ring(entries)
         self._pending: dict[int, _Pending] = {}
-        self._waiting: deque[_Pending] = deque()
+        with contextlib.ExitStack() as undo:
+            self._transfers = _Queue(entries)
+            undo.callback(self._transfers.ring.close)
+            self._steps = _Queue(entries)
+            undo.callback(self._steps.ring.close)
+            self._either = select.epoll()
+            for queue in (self._transfers, self._steps):
+                self._either.register(queue.ring.descriptor, select.EPOLLIN)
+            undo.pop_all()
 
     def fileno(self) -> int:
-        return self._ring.descriptor
+        return self._either.fileno()
+
+    def transfers_fileno(self) -> int:
+        return self._transfers.ring.descriptor
 
     @property
     def in_flight(self) -> int:
@@ -92,68 +109,63 @@ class UringEngine(IoEngine):
                 raise InvariantError(f"token {operation.token} is in flight already")
             pending = _Pending(operation)
             self._pending[operation.token] = pending
-            self._waiting.append(pending)
+            queue = self._transfers if pending.is_transfer else self._steps
+            queue.waiting.append(pending)
         self._start_waiting()
 
     def reap(self) -> list[Completion]:
-        completions = []
-        for token, result in self._ring.completions():
-            pending = self._pending[token]
-            if _goes_on(pending, result):
-                self._waiting.append(pending)
-                continue
-            del self._pending[token]
-            if pending.refused:
-                result = -errno.EINVAL
-            elif result >= 0:
-                result += pending.done
-            completions.append(Completion(token, result))
-        if self._waiting or self._ring.unsubmitted:
-            self._start_waiting()
+        completions: list[Completion] = []
+        for queue in (self._transfers, self._steps):
+            for token, result in queue.ring.completions():
+                pending = self._pending[token]
+                queue.with_kernel -= 1
+                if pending.is_transfer and _goes_on(pending, result):
+                    queue.waiting.append(pending)
+                    continue
+                del self._pending[token]
+                if pending.refused:
+                    result = -errno.EINVAL
+                elif result >= 0:
+                    result += pending.done
+                completions.append(Completion(token, result))
+        self._start_waiting()
         return completions
 
     def close(self) -> None:
         if self._pending:
             raise InvariantError(f"{len(self._pending)} operations are in flight")
-        self._ring.close()
+        self._either.close()
+        self._transfers.ring.close()
+        self._steps.ring.close()
 
     def _start_waiting(self) -> None:
-        """Push what the ring has room for, so that its completions cannot overflow."""
-        with_kernel = len(self._pending) - len(self._waiting)
-        for _ in range(min(self._ring.entries - with_kernel, len(self._waiting))):
-            pending = self._waiting.popleft()
-            try:
-                self._push(pending)
-            except (ValueError, struct.error):  # a path or number that no call could take
-                pending.refused = True
-                self._ring.push(ring.NOP, -1, pending.operation.token)
-        self._ring.submit()
+        for queue in (self._transfers, self._steps):
+            queue.start_waiting(self._push)
 
-    def _push(self, pending: _Pending) -> None:
+    def _push(self, onto: ring.Ring, pending: _Pending) -> None:
         operation = pending.operation
-        action, token = operation.action, operation.token
-        push = self._ring.push
-        if action is Action.READ or action is Action.WRITE:
+        action = operation.action
+        if pending.is_transfer:
             check_transfer(self._buffers, operation.slot, operation.length)
-            push(
+            onto.push(
                 ring.READ if action is Action.READ else ring.WRITE,
                 operation.descriptor,
-                token,
+                operation.token,
                 flags=ring.ASYNC,
                 address=self._addresses[operation.slot] + pending.done,
                 length=operation.length - pending.done,
                 offset=pending.done,
             )
         elif action is Action.CLOSE:
-            push(ring.CLOSE, operation.descriptor, token, flags=ring.ASYNC)
+            # The kernel itself hands those closes that can wait to a worker (``f_op->flush``).
+            onto.push(ring.CLOSE, operation.descriptor, operation.token)
         else:
-            self._push_path(pending)
+            self._push_path(onto, pending)
 
-    def _push_path(self, pending: _Pending) -> None:
+    def _push_path(self, onto: ring.Ring, pending: _Pending) -> None:
         operation = pending.operation
         path = ctypes.c_char_p(encode_path(operation.path))
-        target = ctypes.c_char_p(encode_path(operation.target))
-        pending.paths = (path, target)
+        pending.path = path
         opcode, length, argument, offset = ring.UNLINKAT, 0, 0, 0
         match operation.action:
             case Action.OPEN:
@@ -161,10 +173,12 @@ class UringEngine(IoEngine):
             case Action.CREATE:
                 opcode, length, argument = ring.OPENAT, FILE_MODE, self._create_flags
             case Action.LINK:
-                opcode, length, offset = ring.LINKAT, _DIRECTORY_AS_LENGTH, _pointer(target)
+                pending.target = ctypes.c_char_p(encode_path(operation.target))
+                opcode, length = ring.LINKAT, _DIRECTORY_AS_LENGTH
+                offset = _pointer(pending.target)
             case Action.MKDIR:
                 opcode, length = ring.MKDIRAT, DIRECTORY_MODE
-        self._ring.push(
+        onto.push(
             opcode,
             ring.AT_FDCWD,
             operation.token,
@@ -176,14 +190,33 @@ class UringEngine(IoEngine):
         )
 
 
+class _Queue:
+    """A ring, and the operations that wait for room in it."""
+
+    def __init__(self, entries: int) -> None:
+        self.ring = ring.Ring(entries)
+        self.waiting: deque[_Pending] = deque()
+        self.with_kernel = 0
+
+    def start_waiting(self, push: Callable[[ring.Ring, _Pending], None]) -> None:
+        """Push what the ring has room for, so that its completions cannot overflow."""
+        while self.waiting and self.with_kernel < self.ring.entries:
+            pending = self.waiting.popleft()
+            self.with_kernel += 1
+            try:
+                push(self.ring, pending)
+            except (ValueError, struct.error):  # a path or number that no call could take
+                pending.refused = True
+                self.ring.push(ring.NOP, -1, pending.operation.token)
+        if self.ring.unsubmitted:
+            self.ring.submit()
+
+
 def _goes_on(pending: _Pending, result: int) -> bool:
     """Whether a transfer has not ended with this result: it was cut short or interrupted."""
-    operation = pending.operation
-    if operation.action is not Action.READ and operation.action is not Action.WRITE:
-        return False
     if pending.refused:
         return False
-    if is_cut_short(result, operation.length - pending.done):
+    if is_cut_short(result, pending.operation.length - pending.done):
         pending.done += result
         return True
     return result == -errno.EINTR
@@ -194,4 +227,4 @@ def _address_of(buffer: memoryview) -> int:
 
 
 def _pointer(text: ctypes.c_char_p) -> int:
-    return ctypes.cast(text, ctypes.c_void_p).value or 0
+    return ctypes.c_void_p.from_buffer(text).value or 0

@@ -183,6 +183,11 @@ class TransferCore:
         return self._issued.in_flight
 
     @property
+    def depth_is_full(self) -> bool:
+        """Whether no read or write can start until another has completed."""
+        return not self._budget.has_depth
+
+    @property
     def idle(self) -> bool:
         """No job, and no operation in flight or owed."""
         return not (self._records or self._issued.in_flight or self._issued.owed)

@@ -95,7 +95,10 @@ def next_read_state(state: State, event: Event) -> State:
     Raises:
         InvariantError: the table has no such transition.
     """
-    return _next(READ_TRANSITIONS, "read", state, event)
+    try:
+        return READ_TRANSITIONS[state, event]
+    except KeyError:
+        raise _impossible("read", state, event) from None
 
 
 def next_write_state(state: State, event: Event) -> State:
@@ -104,13 +107,11 @@ def next_write_state(state: State, event: Event) -> State:
     Raises:
         InvariantError: the table has no such transition.
     """
-    return _next(WRITE_TRANSITIONS, "write", state, event)
-
-
-def _next(
-    table: MappingProxyType[tuple[State, Event], State], name: str, state: State, event: Event
-) -> State:
     try:
-        return table[state, event]
+        return WRITE_TRANSITIONS[state, event]
     except KeyError:
-        raise InvariantError(f"a {name} that is {state} cannot {event}") from None
+        raise _impossible("write", state, event) from None
+
+
+def _impossible(name: str, state: State, event: Event) -> InvariantError:
+    return InvariantError(f"a {name} that is {state} cannot {event}")
