@@ -225,7 +225,7 @@ def test_a_chunk_stored_in_part_holds_that_part_and_no_other_bytes(
         padded(part.payload_bytes) - part.payload_bytes
     )
     assert len(file) == part.file_bytes
-    assert os.stat(part.path).st_nlink == 1
+    wait_until(lambda: os.stat(part.path).st_nlink == 1, "the temporary name is not removed")
 
     cache.scramble(seed=2)
     again = cache.chunk("part", [30, 31], first=2)
