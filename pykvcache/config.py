@@ -112,6 +112,61 @@ class Config(BaseModel):
         "threads, with a warning; 'io_uring' refuses to start without it.",
         json_schema_extra={"environment": True},
     )
+    preload_lookahead: int = Field(
+        default=16,
+        ge=0,
+        le=1024,
+        description="Requests from the head of vLLM's waiting queue whose chunks are read ahead "
+        "into the pool; 0 turns preloading off. Enough to keep the disk busy over a long "
+        "prefill, few enough to look at in every step.",
+        json_schema_extra={"environment": True},
+    )
+    preload_depth: int = Field(
+        default=4,
+        ge=1,
+        le=256,
+        description="Reads ahead in flight, at most io_depth: half of it fills the drive when "
+        "nothing else is read, and a load that arrives waits behind no more than these.",
+    )
+    preload_slots_max: int = Field(
+        default=0,
+        ge=0,
+        description="Slots that chunks read ahead may hold until their request runs; 0: all but "
+        "io_depth + copy_headroom of the pool, which loads and stores always find.",
+    )
+    preload_bytes_max: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes of chunks read ahead and not used yet; 0: as many as the slots hold. "
+        "For pools whose slots are much larger than the chunks of some KV groups.",
+    )
+    preload_ttl_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds after which a chunk read ahead whose request has not run is like "
+        "any other chunk in DRAM, and read no second time for that request.",
+    )
+    dram_policy: Literal["auto", "none", "lru", "arc"] = Field(
+        default="auto",
+        description="Which chunks stay in the pool after their transfer: the last used ('lru'), "
+        "balanced with the often used ('arc', Megiddo and Modha 2003), or none. 'auto' is 'lru' "
+        "when the pool is larger than staging needs, which --kv-offloading-size decides.",
+        json_schema_extra={"environment": True},
+    )
+    read_bandwidth_max: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes per second read at most by each rank, 0 for no limit; reading ahead "
+        "waits first, a request's own reads last. For filesystems shared with others.",
+        json_schema_extra={"environment": True},
+    )
+    write_bandwidth_max: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes per second written at most by each rank, 0 for no limit. For shared "
+        "filesystems and the wear of a drive.",
+        json_schema_extra={"environment": True},
+    )
     load_deadline_s: float = Field(
         default=30.0,
         gt=0,

@@ -63,8 +63,8 @@ class BlockSpan:
     count: int
 
     def covers(self, other: BlockSpan) -> bool:
-        """Whether every block of ``other`` is one of these."""
-        return self.first <= other.first and other.end <= self.end
+        """Whether every block of ``other`` is one of these; an empty one has none."""
+        return other.count == 0 or (self.first <= other.first and other.end <= self.end)
 
     @property
     def end(self) -> int:
@@ -144,6 +144,22 @@ def find_defect(
     page: memoryview | bytes, *, key: bytes, fingerprint: bytes, payload_bytes: int, span: BlockSpan
 ) -> Defect | None:
     """Compare a trailer page with what a load expects; None when it is that chunk."""
+    found = find_span(
+        page, key=key, fingerprint=fingerprint, payload_bytes=payload_bytes, span=span
+    )
+    return found if isinstance(found, Defect) else None
+
+
+def find_span(
+    page: memoryview | bytes, *, key: bytes, fingerprint: bytes, payload_bytes: int, span: BlockSpan
+) -> BlockSpan | Defect:
+    """The blocks that a file holds, when its trailer page is what a load expects.
+
+    Args:
+        page: 4,096 bytes.
+        key, fingerprint, payload_bytes: see :class:`Trailer`.
+        span: blocks that it must hold at least.
+    """
     trailer = decode_trailer(page)
     if isinstance(trailer, Defect):
         return trailer
@@ -153,7 +169,7 @@ def find_defect(
         return Defect.IDENTITY
     if trailer.payload_bytes != payload_bytes:
         return Defect.LENGTH
-    return None if trailer.span.covers(span) else Defect.BLOCKS
+    return trailer.span if trailer.span.covers(span) else Defect.BLOCKS
 
 
 def padded(size: int) -> int:

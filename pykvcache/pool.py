@@ -25,25 +25,32 @@ _MADV_POPULATE_WRITE = 23
 
 
 class SlotLedger:
-    """Who has which slot: free + leased = capacity, checked around every change.
+    """Who has which slot: free + leased + retained = capacity, checked around every change.
 
-    Pure bookkeeping; the memory is :class:`Pool`.
+    Pure bookkeeping; the memory is :class:`Pool`. A *leased* slot is in use; a *retained*
+    one holds a chunk that nobody is using.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._leased: set[int] = set()
+        self._retained: set[int] = set()
 
     @property
     def free(self) -> int:
-        """Slots that can be leased."""
+        """Slots that hold nothing."""
         return len(self._free)
 
     @property
     def leased(self) -> int:
         """Slots in use."""
         return len(self._leased)
+
+    @property
+    def retained(self) -> int:
+        """Slots whose chunk stays until the slot is needed."""
+        return len(self._retained)
 
     def lease(self) -> int:
         """Take the slot released last.
@@ -59,7 +66,7 @@ class SlotLedger:
         return slot
 
     def release(self, slot: int) -> None:
-        """Give a slot back.
+        """Give a leased slot back.
 
         Raises:
             InvariantError: it is not leased.
@@ -70,11 +77,35 @@ class SlotLedger:
         self._free.append(slot)
         self._check()
 
+    def retain(self, slot: int) -> None:
+        """A leased slot is no longer in use, and keeps its chunk.
+
+        Raises:
+            InvariantError: it is not leased.
+        """
+        if slot not in self._leased:
+            raise InvariantError(f"slot {slot} is retained but not leased")
+        self._leased.remove(slot)
+        self._retained.add(slot)
+        self._check()
+
+    def reuse(self, slot: int) -> None:
+        """A retained slot is in use again: for its chunk, or to be released.
+
+        Raises:
+            InvariantError: it is not retained.
+        """
+        if slot not in self._retained:
+            raise InvariantError(f"slot {slot} is used again but not retained")
+        self._retained.remove(slot)
+        self._leased.add(slot)
+        self._check()
+
     def _check(self) -> None:
-        if len(self._free) + len(self._leased) != self.capacity:
+        if len(self._free) + len(self._leased) + len(self._retained) != self.capacity:
             raise InvariantError(
-                f"{len(self._free)} free + {len(self._leased)} leased slots "
-                f"!= capacity {self.capacity}"
+                f"{len(self._free)} free + {len(self._leased)} leased + {len(self._retained)} "
+                f"retained slots != capacity {self.capacity}"
             )
 
 

@@ -20,15 +20,15 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pykvcache.layout import PAGE, Trailer, find_defect, padded
+from pykvcache.layout import PAGE, Defect, Trailer, find_span, padded
 from pykvcache.pool import Pool, SlotLedger
 from pykvcache.reactor.copier import Copier
 from pykvcache.reactor.engine import IoEngine
 from pykvcache.transfer.core import Limits, TransferCore
-from pykvcache.transfer.jobs import Failure, Job, JobResult
+from pykvcache.transfer.jobs import ChunkTransfer, Failure, Job, JobResult
 from pykvcache.transfer.operations import (
     Action,
     Completion,
@@ -52,9 +52,16 @@ class Gauges:
     """A snapshot for metrics; chunks, except where the name says otherwise."""
 
     slots_in_use: int = 0
+    slots_retained: int = 0
+    slots_staged: int = 0
+    """Of those retained, the ones whose chunks requests wait for."""
     slots: int = 0
     jobs: int = 0
-    queues: dict[str, int] = field(default_factory=dict)
+    queues: Mapping[str, int] = field(default_factory=dict)
+    bytes_read: int = 0
+    """From files, since the start."""
+    preload_failures: Mapping[Failure, int] = field(default_factory=dict)
+    """Since the start."""
 
 
 @dataclass(slots=True)
@@ -68,7 +75,12 @@ class _Forsake:
     job_ids: frozenset[int]
 
 
-_Message = Job | _Flush | _Forsake
+@dataclass(frozen=True, slots=True)
+class _Preload:
+    chunks: tuple[ChunkTransfer, ...]
+
+
+_Message = Job | _Flush | _Forsake | _Preload
 
 
 class Reactor:
@@ -104,6 +116,7 @@ class Reactor:
         self._clock = clock
         self._mailbox: deque[_Message] = deque()
         self._results: deque[JobResult] = deque()
+        self._dram_changes: deque[tuple[bytes, int]] = deque()
         self._flushes: list[_Flush] = []
         self._open: dict[int, Job] = {}
         self._expected: dict[int, FileOperation] = {}
@@ -140,6 +153,21 @@ class Reactor:
         self._send(job)
         if self._failed or self._stopped:
             self._bury_mailbox()
+
+    def preload(self, chunks: Sequence[ChunkTransfer]) -> None:
+        """Read these into the pool ahead of loads, in this order, as far as the limits allow.
+
+        The list replaces the one before; what is on neither is not kept for anyone. Never
+        blocks, and promises nothing: a load reads what is not there.
+        """
+        self._send(_Preload(tuple(chunks)))
+
+    def take_dram_changes(self) -> list[tuple[bytes, int]]:
+        """Keys of chunks that came into the pool (+1) or left it (-1) since the last call."""
+        changes = []
+        while self._dram_changes:
+            changes.append(self._dram_changes.popleft())
+        return changes
 
     def take_results(self) -> list[JobResult]:
         """The jobs that have ended since the last call."""
@@ -245,6 +273,8 @@ class Reactor:
             elif isinstance(message, _Flush):
                 self._core.flush(message.job_ids)
                 self._flushes.append(message)
+            elif isinstance(message, _Preload):
+                self._core.preload(message.chunks, now)
             else:
                 self._core.forsake(message.job_ids, now)
 
@@ -304,23 +334,30 @@ class Reactor:
         if completion.result != operation.length:
             return completion
         end = operation.length
-        defect = find_defect(
+        found = find_span(
             self._pool.view(operation.slot)[end - PAGE : end],
             key=chunk.key,
             fingerprint=self._fingerprint,
             payload_bytes=chunk.payload_bytes,
             span=chunk.span,
         )
-        return Completion(completion.token, completion.result, defect)
+        if isinstance(found, Defect):
+            return Completion(completion.token, completion.result, defect=found)
+        return Completion(completion.token, completion.result, span=found)
 
     def _publish(self) -> None:
         # Before the results: the step that takes the last of them may be the last to look.
         self._gauges = Gauges(
             slots_in_use=self._ledger.leased,
+            slots_retained=self._ledger.retained,
+            slots_staged=self._core.staged,
             slots=self._ledger.capacity,
             jobs=self._core.jobs,
             queues=self._core.queue_lengths(),
+            bytes_read=self._core.bytes_read,
+            preload_failures=dict(self._core.preload_failures),
         )
+        self._dram_changes.extend(self._core.take_dram_changes())
         for result in self._core.take_results():
             del self._open[result.job_id]
             self._results.append(result)

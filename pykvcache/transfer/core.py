@@ -9,7 +9,9 @@ The rules are those of the paper's section 6.4:
 * every chunk that became readable since the last turn goes to the device in one launch;
 * a store runs the other way: slot, device copy, file, and gives its slot back when it
   is written. Stores never hold the last ``io_depth`` slots, so a load finds one;
-* ready reads come before new loads, and those before stores. When the engine is about
+* what has been read stays in DRAM while there is room (:mod:`pykvcache.transfer.dram`);
+* ready reads come before new loads, those before stores, and these before reading ahead
+  (:mod:`pykvcache.transfer.ahead`). When the engine is about
   to reuse blocks whose store has not been copied, what finds no slot now is dropped.
 
 Two jobs that want the same chunk share one read. An operation in flight is never
@@ -19,16 +21,23 @@ it completes, not before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
+from pykvcache.config import Config
 from pykvcache.errors import InvariantError
 from pykvcache.pool import SlotLedger
+from pykvcache.transfer.ahead import Ahead, AheadLimits
+from pykvcache.transfer.bandwidth import Bandwidth
+from pykvcache.transfer.dram import Dram
 from pykvcache.transfer.issue import Budget, Issued, Operation
-from pykvcache.transfer.jobs import Direction, Failure, Job, JobResult
+from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from pykvcache.transfer.operations import Completion
 from pykvcache.transfer.reads import Reads
 from pykvcache.transfer.records import Records, Write
+from pykvcache.transfer.retention import make_policy
 from pykvcache.transfer.writes import Writes
 
 
@@ -40,6 +49,35 @@ class Limits:
     open_lookahead: int
     load_deadline_s: float
     jobs_max: int
+    ahead: AheadLimits = field(default_factory=AheadLimits)
+    dram_policy: Literal["none", "lru", "arc"] = "none"
+    read_bandwidth_max: int = 0
+    write_bandwidth_max: int = 0
+
+    @classmethod
+    def of(cls, config: Config, slots: int) -> Limits:
+        """What the configuration means for a pool of that many slots."""
+        spare = max(0, slots - config.slots_min)
+        policy = config.dram_policy
+        if policy == "auto":
+            policy = "lru" if spare else "none"
+        return cls(
+            io_depth=config.io_depth,
+            open_lookahead=config.open_lookahead,
+            load_deadline_s=config.load_deadline_s,
+            jobs_max=config.mailbox_jobs,
+            ahead=AheadLimits(
+                depth=min(config.preload_depth, config.io_depth),
+                slots_max=min(config.preload_slots_max or spare, spare)
+                if config.preload_lookahead
+                else 0,
+                bytes_max=config.preload_bytes_max,
+                ttl_s=config.preload_ttl_s,
+            ),
+            dram_policy=policy,
+            read_bandwidth_max=config.read_bandwidth_max,
+            write_bandwidth_max=config.write_bandwidth_max,
+        )
 
 
 class TransferCore:
@@ -58,11 +96,27 @@ class TransferCore:
             raise InvariantError(
                 f"{ledger.capacity} slots leave no store beside io_depth {limits.io_depth}"
             )
+        if limits.ahead.slots_max > ledger.capacity - limits.io_depth - 1:
+            raise InvariantError(
+                f"{limits.ahead.slots_max} of {ledger.capacity} slots for reading ahead leave no "
+                f"store beside io_depth {limits.io_depth}"
+            )
         self._limits = limits
         self._records = Records()
         self._issued = Issued()
+        policy = limits.dram_policy
+        self._dram = Dram(
+            ledger,
+            None if policy == "none" else make_policy(policy, ledger.capacity),
+            staged_max=limits.ahead.slots_max,
+        )
         self._budget = Budget(
-            ledger, limits.io_depth, store_slots_max=ledger.capacity - limits.io_depth
+            ledger,
+            self._dram,
+            limits.io_depth,
+            store_slots_max=ledger.capacity - limits.io_depth,
+            read_bandwidth=Bandwidth(limits.read_bandwidth_max),
+            write_bandwidth=Bandwidth(limits.write_bandwidth_max),
         )
         self._reads = Reads(self._records, self._issued, self._budget, limits.open_lookahead)
         self._writes = Writes(
@@ -72,7 +126,9 @@ class TransferCore:
             limits.open_lookahead,
             writer,
         )
+        self._ahead = Ahead(self._reads, self._budget, limits.ahead)
         self._closing = False
+        self._wake_at: float | None = None
 
     # --- what the engine asks for
 
@@ -98,6 +154,12 @@ class TransferCore:
             return Failure.SHUTDOWN
         return Failure.OVERLOAD if len(self._records) >= self._limits.jobs_max else None
 
+    def preload(self, chunks: Sequence[ChunkTransfer], now: float) -> None:
+        """Read these ahead of the loads that will want them, in this order, and no others."""
+        self._records.now = now
+        if not self._closing:
+            self._ahead.want(chunks)
+
     def flush(self, job_ids: Iterable[int]) -> None:
         """The device blocks of these stores are about to be reused: at the next turn, copy
         what finds a slot and drop the rest."""
@@ -122,6 +184,7 @@ class TransferCore:
         other stores go on."""
         self._records.now = now
         self._closing = True
+        self._ahead.want(())
         for record in self._records:
             if record.is_load:
                 self._reads.give_up(record, Failure.SHUTDOWN)
@@ -154,12 +217,18 @@ class TransferCore:
             if record.is_load and record.deadline <= now:
                 self._reads.give_up(record, Failure.DEADLINE)
         operations: list[Operation] = []
+        self._ahead.prepare(now)
         self._reads.copy_in(operations)
         self._reads.start(operations)
         self._reads.open_files(operations)
         self._writes.copy_out(operations)
-        self._writes.start(operations, self._reads.opened)
+        self._writes.start(operations, len(self._reads.demand.opened))
         self._writes.create_files(operations)
+        self._ahead.advance(now, operations, busy=self._writes.is_blocked)
+        wake_at = min(
+            self._budget.read_bandwidth.take_wake_at(), self._budget.write_bandwidth.take_wake_at()
+        )
+        self._wake_at = wake_at if wake_at < math.inf else None
         return operations + self._issued.take_owed()
 
     def take_results(self) -> list[JobResult]:
@@ -168,7 +237,8 @@ class TransferCore:
 
     def next_deadline(self) -> float | None:
         """When :meth:`advance` must be called again even if nothing completes."""
-        return self._records.next_deadline()
+        moments = (self._records.next_deadline(), self._wake_at)
+        return min((moment for moment in moments if moment is not None), default=None)
 
     # --- what it looks like
 
@@ -196,8 +266,29 @@ class TransferCore:
         """Chunks in each queue, for metrics."""
         return {
             "load_waiting": self._reads.waiting,
-            "load_opened": self._reads.opened,
+            "load_opened": len(self._reads.demand.opened),
             "store_waiting": self._writes.waiting,
             "store_copied": self._writes.copied,
+            "preload_waiting": self._ahead.todo,
+            "preload_opened": len(self._reads.ahead.opened),
             "io": self._budget.io,
         }
+
+    @property
+    def staged(self) -> int:
+        """Chunks in DRAM that requests wait for."""
+        return len(self._dram.staged)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from files since the start, for loads and ahead of them."""
+        return self._reads.bytes_read
+
+    @property
+    def preload_failures(self) -> Mapping[Failure, int]:
+        """Reads ahead that failed since the start; a load would try again."""
+        return self._ahead.failures
+
+    def take_dram_changes(self) -> list[tuple[bytes, int]]:
+        """See :meth:`pykvcache.transfer.dram.Dram.take_changes`."""
+        return self._dram.take_changes()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from pykvcache.errors import InvariantError
 from pykvcache.pool import SlotLedger
+from pykvcache.transfer.bandwidth import Bandwidth
+from pykvcache.transfer.dram import Dram
 from pykvcache.transfer.jobs import ChunkTransfer, Direction
 from pykvcache.transfer.operations import (
     Action,
@@ -24,12 +26,16 @@ React = Callable[[Completion], None]
 
 @dataclass(slots=True)
 class Budget:
-    """What reads and writes share: the pool's slots, and the depth of the disk's queue."""
+    """What reads and writes share: the pool's slots, the depth of the disk's queue, and the
+    bytes per second."""
 
     ledger: SlotLedger
+    dram: Dram
     io_depth: int
     store_slots_max: int
     """Slots that writes may hold together."""
+    read_bandwidth: Bandwidth
+    write_bandwidth: Bandwidth
     io: int = 0
     """Reads and writes in flight."""
 

@@ -81,6 +81,7 @@ class JobResult:
         copied_bytes: bytes copied to or from the device for chunks that succeeded.
         file_bytes: bytes read from or written to files by this job.
         present: chunks of a store that another writer had published already.
+        dram: chunks of a load that were in the pool already.
         failures: the chunks that were not transferred, by key.
     """
 
@@ -91,6 +92,7 @@ class JobResult:
     file_bytes: int
     chunks: int
     present: int = 0
+    dram: int = 0
     failures: Mapping[bytes, Failure] = field(default_factory=dict)
 
     @property

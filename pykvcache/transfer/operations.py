@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from pykvcache.layout import Defect
+from pykvcache.layout import BlockSpan, Defect
 from pykvcache.transfer.jobs import ChunkTransfer, Direction
 
 
@@ -69,9 +69,11 @@ class Completion:
 
     ``result`` follows the kernel: negative errno, else the descriptor, the bytes
     transferred, or 0. ``defect`` is set for a whole READ whose trailer is not the
-    expected one.
+    expected one; ``span`` says which blocks the file of a READ holds, unless they are
+    just those of the chunk.
     """
 
     token: int
     result: int
     defect: Defect | None = None
+    span: BlockSpan | None = None

@@ -11,7 +11,7 @@ from pykvcache.transfer.issue import Budget, Issued, Operation
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure
 from pykvcache.transfer.operations import Action, Completion, SlotCopy
 from pykvcache.transfer.outcomes import failure_of
-from pykvcache.transfer.records import Claim, JobRecord, Read, Records
+from pykvcache.transfer.records import Claim, JobRecord, Lane, Read, Records
 from pykvcache.transfer.states import Event, State
 
 
@@ -24,12 +24,19 @@ class Reads:
         self._records = records
         self._issued = issued
         self._budget = budget
+        self._dram = budget.dram
         self._open_lookahead = open_lookahead
         self._by_key: dict[bytes, Read] = {}
         self._waiting: deque[Read] = deque()
-        self._opened: deque[Read] = deque()
         self._ready: list[Read] = []
-        self._opening = 0
+        self.demand = Lane()
+        """Reads that loads wait for."""
+        self.ahead = Lane()
+        """Reads that only :class:`~pykvcache.transfer.ahead.Ahead` has asked for."""
+        self.ahead_failures: list[tuple[bytes, Failure]] = []
+        """Reads ahead that failed; taken by who asked for them."""
+        self.bytes_read = 0
+        """Bytes that reads of files have returned."""
 
     @property
     def waiting(self) -> int:
@@ -37,20 +44,54 @@ class Reads:
         return len(self._waiting)
 
     @property
-    def opened(self) -> int:
-        """Chunks whose file waits for its read to start."""
-        return len(self._opened)
+    def is_wanting(self) -> bool:
+        """Whether a load waits for a read that has not started."""
+        return bool(self._waiting or self.demand.opening or self.demand.opened)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._by_key
 
     def claim(self, record: JobRecord, chunk: ChunkTransfer) -> None:
-        """Want a chunk; a read of it that has not reached the device is shared."""
-        read = self._by_key.get(chunk.key)
-        if read is None or not _same_file(read, chunk):
-            read = Read(chunk)
-            self._by_key[chunk.key] = read
-            self._waiting.append(read)
+        """Want a chunk: it is in DRAM, or is being read, or is read now."""
+        resident = self._dram.find(chunk)
+        if resident is not None:
+            self._dram.pin(resident)
+            record.dram += 1
+            read = Read(chunk, self.demand, slot=resident.slot, resident=resident)
+            read.move(Event.HIT)
+            self._ready.append(read)
+        else:
+            read = self._read_of(chunk)
         claim = Claim(record, chunk, read)
         read.claims.append(claim)
         record.claims.append(claim)
+
+    def _read_of(self, chunk: ChunkTransfer) -> Read:
+        read = self._by_key.get(chunk.key)
+        if read is not None and _same_file(read, chunk):
+            if read.lane is self.ahead:
+                self._dram.miss(chunk.key)
+                self._hurry(read)
+            return read
+        self._dram.miss(chunk.key)
+        read = Read(chunk, self.demand)
+        self._by_key[chunk.key] = read
+        self._waiting.append(read)
+        return read
+
+    def _hurry(self, read: Read) -> None:
+        """A load wants what was being read ahead."""
+        if read.state is State.OPENING:
+            self.ahead.opening -= 1
+            self.demand.opening += 1
+        elif read.state is State.OPENED:
+            self.ahead.opened.remove(read)
+            self.demand.opened.append(read)
+        else:
+            self._count_reading(read, -1)
+            self.demand.reading += 1
+            self.demand.reading_bytes += read.chunk.file_bytes
+        read.lane = self.demand
 
     def give_up(self, record: JobRecord, failure: Failure) -> None:
         """Fail a load's chunks, but for those being copied, whose blocks are being written."""
@@ -69,7 +110,7 @@ class Reads:
         if read.state is State.WAITING:
             self._waiting.remove(read)
         elif read.state is State.OPENED:
-            self._opened.remove(read)
+            read.lane.opened.remove(read)
         elif read.state is State.READ:
             self._ready.remove(read)
         else:
@@ -87,76 +128,152 @@ class Reads:
         if read.descriptor >= 0:
             self._issued.clean_up(Action.CLOSE, descriptor=read.descriptor)
             read.descriptor = -1
-        if read.slot >= 0:
+        if read.resident is not None:
+            self._dram.unpin(read.resident)
+            read.resident = None
+        elif read.slot >= 0:
             self._budget.ledger.release(read.slot)
-            read.slot = -1
+        read.slot = -1
 
     def _fail_read(self, read: Read, failure: Failure) -> None:
         read.move(Event.FAIL)
         claims, read.claims = read.claims, []
         for claim in claims:
             self._records.end_chunk(claim.record, claim.chunk, failure)
+        if read.lane is self.ahead:
+            self.ahead_failures.append((read.chunk.key, failure))
         self._end_read(read)
+
+    # --- opening
 
     def open_files(self, operations: list[Operation]) -> None:
         """Open files ahead of their reads."""
-        while self._waiting and self._opening + len(self._opened) < self._open_lookahead:
-            read = self._waiting.popleft()
-            read.move(Event.ISSUE)
-            self._opening += 1
-            operations.append(
-                self._issued.file(Action.OPEN, partial(self._on_opened, read), path=read.chunk.path)
-            )
+        lane = self.demand
+        while self._waiting and lane.opening + len(lane.opened) < self._open_lookahead:
+            self._open(self._waiting.popleft(), operations)
+
+    def open_ahead(self, chunk: ChunkTransfer, operations: list[Operation]) -> None:
+        """Open a file that no load has asked for yet."""
+        read = Read(chunk, self.ahead)
+        self._by_key[chunk.key] = read
+        self._open(read, operations)
+
+    def _open(self, read: Read, operations: list[Operation]) -> None:
+        read.move(Event.ISSUE)
+        read.lane.opening += 1
+        operations.append(
+            self._issued.file(Action.OPEN, partial(self._on_opened, read), path=read.chunk.path)
+        )
 
     def _on_opened(self, read: Read, done: Completion) -> None:
-        self._opening -= 1
+        read.lane.opening -= 1
         if done.result < 0:
             self._fail_read(read, failure_of(done.result))
             return
         read.descriptor = done.result
         read.move(Event.SUCCEED)
-        if read.claims:
-            self._opened.append(read)
+        if self._is_needed(read):
+            read.lane.opened.append(read)
         else:
             read.move(Event.ABANDON)
             self._end_read(read)
 
+    def _is_needed(self, read: Read) -> bool:
+        is_listed = self._by_key.get(read.chunk.key) is read
+        return bool(read.claims) or (read.lane is self.ahead and is_listed)
+
+    def withdraw(self, key: bytes) -> None:
+        """Nobody will want the chunk that is being read ahead; a read in flight goes on."""
+        read = self._by_key.get(key)
+        if read is not None and read.lane is self.ahead:
+            self._abandon_read(read)
+
+    # --- reading
+
     def start(self, operations: list[Operation]) -> None:
         """Start reads of opened files, each with a slot."""
-        while self._opened and self._budget.has_depth and self._budget.ledger.free:
-            read = self._opened.popleft()
-            read.move(Event.ISSUE)
-            read.slot = self._budget.ledger.lease()
-            self._budget.io += 1
-            operations.append(
-                self._issued.file(
-                    Action.READ,
-                    partial(self._on_read, read),
-                    descriptor=read.descriptor,
-                    slot=read.slot,
-                    length=read.chunk.file_bytes,
-                    chunk=read.chunk,
-                )
+        budget, opened = self._budget, self.demand.opened
+        while (
+            opened
+            and budget.has_depth
+            and self._dram.available(demand=True)
+            and budget.read_bandwidth.allows(self._records.now)
+        ):
+            self._start(opened.popleft(), operations)
+
+    def start_ahead(self, operations: list[Operation]) -> None:
+        """Start the read ahead whose file was opened first."""
+        self._start(self.ahead.opened.popleft(), operations)
+
+    def _start(self, read: Read, operations: list[Operation]) -> None:
+        read.move(Event.ISSUE)
+        read.slot = self._dram.lease(demand=read.lane is self.demand)
+        self._budget.io += 1
+        self._budget.read_bandwidth.spend(read.chunk.file_bytes)
+        self._count_reading(read, 1)
+        operations.append(
+            self._issued.file(
+                Action.READ,
+                partial(self._on_read, read),
+                descriptor=read.descriptor,
+                slot=read.slot,
+                length=read.chunk.file_bytes,
+                chunk=read.chunk,
             )
+        )
+
+    def _count_reading(self, read: Read, change: int) -> None:
+        read.lane.reading += change
+        read.lane.reading_bytes += change * read.chunk.file_bytes
 
     def _on_read(self, read: Read, done: Completion) -> None:
         self._budget.io -= 1
+        self._count_reading(read, -1)
+        self.bytes_read += max(0, done.result)
         failure = _read_failure(read, done)
-        if failure in (Failure.WRONG_CONTENT, Failure.SHORT_TRANSFER):
-            # First writer wins, so a file that is not its chunk would stay a miss for ever.
-            self._issued.clean_up(Action.UNLINK, path=read.chunk.path)
         if failure is not None:
+            if failure in (Failure.WRONG_CONTENT, Failure.SHORT_TRANSFER):
+                self._remove_file(read)
             self._fail_read(read, failure)
             return
         read.move(Event.SUCCEED)
-        if not read.claims:
-            read.move(Event.ABANDON)
-            self._end_read(read)
-            return
         self._issued.clean_up(Action.CLOSE, descriptor=read.descriptor)
         read.descriptor = -1
+        self._fail_claims_beyond(read, done)
+        slot, read.slot = read.slot, -1
+        read.resident = self._dram.add(
+            read.chunk,
+            done.span or read.chunk.span,
+            slot,
+            self._records.now,
+            pinned=bool(read.claims),
+        )
+        if not read.claims:
+            read.resident = None
+            read.move(Event.KEEP)
+            self._end_read(read)
+            return
+        read.slot = slot
         read.claims[0].record.file_bytes += read.chunk.file_bytes
         self._ready.append(read)
+
+    def _remove_file(self, read: Read) -> None:
+        """First writer wins, so a file that is not its chunk would stay a miss for ever."""
+        self._issued.clean_up(Action.UNLINK, path=read.chunk.path)
+
+    def _fail_claims_beyond(self, read: Read, done: Completion) -> None:
+        """Fail loads of blocks that the file turns out not to hold: nobody knew when it was
+        read ahead."""
+        if done.span is None:
+            return
+        beyond = [claim for claim in read.claims if not done.span.covers(claim.chunk.span)]
+        for claim in beyond:
+            read.claims.remove(claim)
+            self._records.end_chunk(claim.record, claim.chunk, Failure.WRONG_CONTENT)
+        if beyond:
+            self._remove_file(read)
+
+    # --- copying
 
     def copy_in(self, operations: list[Operation]) -> None:
         """Copy everything that has been read since the last turn, in one launch."""
@@ -188,7 +305,9 @@ class Reads:
 
 
 def _same_file(read: Read, chunk: ChunkTransfer) -> bool:
-    return read.chunk.path == chunk.path and read.chunk.span.covers(chunk.span)
+    return read.chunk.path == chunk.path and (
+        read.chunk.span.count == 0 or read.chunk.span.covers(chunk.span)
+    )
 
 
 def _read_failure(read: Read, done: Completion) -> Failure | None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pykvcache.errors import InvariantError
+from pykvcache.transfer.dram import Resident
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from pykvcache.transfer.states import Event, State, next_read_state, next_write_state
 
@@ -28,6 +30,7 @@ class JobRecord:
     copied_bytes: int = 0
     file_bytes: int = 0
     present: int = 0
+    dram: int = 0
     claims: list[Claim] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
 
@@ -47,14 +50,28 @@ class Claim:
 
 
 @dataclass(slots=True, eq=False)
+class Lane:
+    """Reads that have left their queue: those that loads wait for, or those ahead of loads."""
+
+    opening: int = 0
+    opened: deque[Read] = field(default_factory=deque)
+    reading: int = 0
+    reading_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Read:
-    """A file on its way to the device, for everyone who claims it."""
+    """A file on its way to the device, for everyone who claims it; ahead of loads, on its way
+    to the pool."""
 
     chunk: ChunkTransfer
+    lane: Lane
     claims: list[Claim] = field(default_factory=list)
     state: State = State.WAITING
     descriptor: int = -1
     slot: int = -1
+    resident: Resident | None = None
+    """The chunk in its slot, once it is there; pinned."""
 
     def move(self, event: Event) -> None:
         """Follow the table of transitions."""
@@ -72,6 +89,8 @@ class Write:
     slot: int = -1
     temporary: str = ""
     directory_made: bool = False
+    kept: bool = False
+    """Whether its slot has been handed to the DRAM tier."""
 
     def move(self, event: Event) -> None:
         """Follow the table of transitions."""
@@ -133,6 +152,7 @@ class Records:
                 file_bytes=record.file_bytes,
                 chunks=len(record.job.chunks),
                 present=record.present,
+                dram=record.dram,
                 failures=record.failures,
             )
         )

@@ -35,13 +35,16 @@ class State(enum.StrEnum):
 
 
 class Event(enum.StrEnum):
-    """What moves it: an operation is issued, it succeeds or fails, or nobody wants the chunk."""
+    """What moves it: an operation is issued, it succeeds or fails, nobody wants the
+    chunk, it is in DRAM already, or it stays there for later."""
 
     ISSUE = "issue"
     SUCCEED = "succeed"
     NO_DIRECTORY = "no directory"
     FAIL = "fail"
     ABANDON = "abandon"
+    HIT = "hit"
+    KEEP = "keep"
 
 
 _S, _E = State, Event
@@ -50,6 +53,7 @@ READ_TRANSITIONS = MappingProxyType(
     {
         (_S.WAITING, _E.ISSUE): _S.OPENING,
         (_S.WAITING, _E.ABANDON): _S.ENDED,
+        (_S.WAITING, _E.HIT): _S.READ,
         (_S.OPENING, _E.SUCCEED): _S.OPENED,
         (_S.OPENING, _E.FAIL): _S.ENDED,
         (_S.OPENED, _E.ISSUE): _S.READING,
@@ -58,6 +62,7 @@ READ_TRANSITIONS = MappingProxyType(
         (_S.READING, _E.FAIL): _S.ENDED,
         (_S.READ, _E.ISSUE): _S.COPYING_IN,
         (_S.READ, _E.ABANDON): _S.ENDED,
+        (_S.READ, _E.KEEP): _S.ENDED,
         (_S.COPYING_IN, _E.SUCCEED): _S.ENDED,
         (_S.COPYING_IN, _E.FAIL): _S.ENDED,
     }

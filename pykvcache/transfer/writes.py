@@ -57,6 +57,11 @@ class Writes:
         """Chunks in slots whose write has not started."""
         return len(self._copied) + len(self._created)
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a write waits that only needs the disk's queue."""
+        return bool(self._created) and not self._budget.has_depth
+
     def add(self, write: Write) -> None:
         """Take a chunk on."""
         write.record.writes.append(write)
@@ -73,14 +78,10 @@ class Writes:
             self._waiting = deque(
                 sorted(self._waiting, key=lambda write: not self._is_flushed(write))
             )
-        while (
-            self._waiting
-            and self._slots < self._budget.store_slots_max
-            and self._budget.ledger.free
-        ):
+        while self._waiting and self._has_slot():
             write = self._waiting.popleft()
             write.move(Event.ISSUE)
-            write.slot = self._budget.ledger.lease()
+            write.slot = self._budget.dram.lease(demand=False)
             self._slots += 1
             operations.append(
                 self._issued.copy(
@@ -93,9 +94,9 @@ class Writes:
             self.drop_waiting(self._is_flushed, Failure.DROPPED)
             self._flushing.clear()
 
-    def _slot_free(self) -> bool:
+    def _has_slot(self) -> bool:
         budget = self._budget
-        return self._slots < budget.store_slots_max and budget.ledger.free > 0
+        return self._slots < budget.store_slots_max and budget.dram.available(demand=False) > 0
 
     def _is_flushed(self, write: Write) -> bool:
         return write.record.job.job_id in self._flushing
@@ -173,11 +174,13 @@ class Writes:
         while (
             self._created
             and self._budget.has_depth
-            and not (reads_opened and self._budget.ledger.free)
+            and not (reads_opened and self._budget.dram.available(demand=True))
+            and self._budget.write_bandwidth.allows(self._records.now)
         ):
             write = self._created.popleft()
             write.move(Event.ISSUE)
             self._budget.io += 1
+            self._budget.write_bandwidth.spend(write.chunk.file_bytes)
             operations.append(
                 self._issued.file(
                     Action.WRITE,
@@ -197,7 +200,7 @@ class Writes:
             self._fail_write(write, failure)
             return
         write.record.file_bytes += write.chunk.file_bytes
-        self._release_slot(write)
+        self._keep_slot(write)
         write.move(Event.SUCCEED)
         # Closed before it gets its name: a network filesystem writes back at close and
         # reports there what it could not keep (close(2), "close-to-open" in nfs(5)).
@@ -253,6 +256,8 @@ class Writes:
                 return
 
     def _fail_write(self, write: Write, failure: Failure) -> None:
+        if write.kept:
+            self._budget.dram.discard(write.chunk.key)
         write.move(Event.FAIL)
         if write in self._wanted:
             self._records.end_chunk(write.record, write.chunk, failure)
@@ -267,6 +272,14 @@ class Writes:
             self._issued.clean_up(Action.UNLINK, path=write.temporary)
             write.temporary = ""
         self._release_slot(write)
+
+    def _keep_slot(self, write: Write) -> None:
+        """The chunk has been written: its slot may serve loads until another needs it."""
+        slot, write.slot = write.slot, -1
+        self._slots -= 1
+        chunk = write.chunk
+        self._budget.dram.add(chunk, chunk.span, slot, self._records.now, pinned=False)
+        write.kept = True
 
     def _release_slot(self, write: Write) -> None:
         if write.slot >= 0:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pykvcache.layout import PAGE, BlockSpan, ChunkPaths, Defect, file_bytes
 from pykvcache.pool import SlotLedger
+from pykvcache.transfer.ahead import AheadLimits
 from pykvcache.transfer.core import Limits, Operation, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Job, JobResult
 from pykvcache.transfer.operations import Action, Completion, CopyOperation, FileOperation
@@ -17,6 +20,8 @@ BLOCKS_PER_CHUNK = 4
 PAYLOAD_BYTES = 2 * PAGE
 FILE_BYTES = file_bytes(PAYLOAD_BYTES)
 DEADLINE_S = 10.0
+
+WHOLE = BlockSpan(0, BLOCKS_PER_CHUNK)
 
 PATHS = ChunkPaths(Path("root"))
 
@@ -38,6 +43,11 @@ def chunk_of(name: str, first: int = 0, count: int = BLOCKS_PER_CHUNK) -> ChunkT
     )
 
 
+def ahead_of(name: str) -> ChunkTransfer:
+    """The same chunk as it is read ahead: whatever its file holds, without device blocks."""
+    return replace(chunk_of(name), span=BlockSpan(0, 0), block_ids=(), copy_bytes=0)
+
+
 class Driver:
     """A core, a clock that the test sets, and the operations that were issued.
 
@@ -51,9 +61,22 @@ class Driver:
         io_depth: int = 2,
         open_lookahead: int = 4,
         jobs_max: int = 100,
+        ahead: AheadLimits | None = None,
+        dram_policy: Literal["none", "lru", "arc"] = "none",
+        read_bandwidth_max: int = 0,
+        write_bandwidth_max: int = 0,
     ) -> None:
         self.ledger = SlotLedger(slots)
-        limits = Limits(io_depth, open_lookahead, DEADLINE_S, jobs_max)
+        limits = Limits(
+            io_depth,
+            open_lookahead,
+            DEADLINE_S,
+            jobs_max,
+            ahead=ahead or AheadLimits(),
+            dram_policy=dram_policy,
+            read_bandwidth_max=read_bandwidth_max,
+            write_bandwidth_max=write_bandwidth_max,
+        )
         self.core = TransferCore(limits, self.ledger, "w")
         self.now = 0.0
         self.issued: list[Operation] = []
@@ -67,6 +90,10 @@ class Driver:
     def store(self, *chunks: ChunkTransfer, fence: object = None) -> int:
         """Submit a store; returns its id."""
         return self._submit(Direction.STORE, chunks, fence)
+
+    def preload(self, *names: str) -> None:
+        """Want these chunks ahead, and no others."""
+        self.core.preload([ahead_of(name) for name in names], self.now)
 
     def _submit(
         self, direction: Direction, chunks: tuple[ChunkTransfer, ...], fence: object
@@ -112,6 +139,7 @@ class Driver:
         operations: Operation | Iterable[Operation],
         result: int | None = None,
         defect: Defect | None = None,
+        span: BlockSpan | None = WHOLE,
     ) -> None:
         """Complete operations, well unless a result is given, and advance."""
         if isinstance(operations, FileOperation | CopyOperation):
@@ -120,7 +148,12 @@ class Driver:
         self.issued = [item for item in self.issued if item not in operations]
         self.core.complete(
             [
-                Completion(item.token, self._good(item) if result is None else result, defect)
+                Completion(
+                    item.token,
+                    self._good(item) if result is None else result,
+                    defect,
+                    span if isinstance(item, FileOperation) else None,
+                )
                 for item in operations
             ],
             self.now,

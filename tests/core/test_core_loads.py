@@ -104,15 +104,20 @@ def test_a_wider_span_needs_a_read_of_its_own() -> None:
     driver.assert_at_rest()
 
 
-def test_a_chunk_that_is_being_copied_is_read_again_for_a_later_load() -> None:
+def test_a_chunk_that_is_being_copied_is_not_read_again_for_a_later_load() -> None:
     driver = Driver()
     driver.load(chunk_of("a"))
     read_up_to_the_copy(driver)
     late = driver.load(chunk_of("a"))
     driver.advance()
-    assert driver.file(Action.OPEN)
+    assert not driver.files(Action.OPEN)
+    first, second = driver.copies(Direction.LOAD)
+    assert first.copies[0].slot == second.copies[0].slot
+    driver.complete(first)
+    assert driver.ledger.leased == 1, "the other copy still reads the slot"
     driver.finish()
     assert driver.results()[late].success
+    driver.assert_at_rest()
 
 
 def test_reads_that_end_in_one_turn_are_copied_in_one_launch() -> None:

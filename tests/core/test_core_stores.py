@@ -386,6 +386,8 @@ def test_queue_lengths_name_every_place_where_chunks_wait() -> None:
         "load_opened": 2,
         "store_waiting": 2,
         "store_copied": 1,
+        "preload_waiting": 0,
+        "preload_opened": 0,
         "io": 1,
     }
     assert driver.core.jobs == 2

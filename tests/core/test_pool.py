@@ -75,7 +75,9 @@ def test_the_slot_released_last_is_leased_first() -> None:
 def test_a_broken_ledger_says_so() -> None:
     ledger = SlotLedger(2)
     ledger._free.append(0)
-    with pytest.raises(InvariantError, match=r"2 free \+ 1 leased slots != capacity 2"):
+    with pytest.raises(
+        InvariantError, match=r"2 free \+ 1 leased \+ 0 retained slots != capacity 2"
+    ):
         ledger.lease()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from pykvcache.errors import InvariantError
-from pykvcache.transfer.records import Read, Write
+from pykvcache.transfer.records import Lane, Read, Write
 from pykvcache.transfer.states import (
     READ_TRANSITIONS,
     WRITE_TRANSITIONS,
@@ -44,7 +44,7 @@ def test_an_illegal_event_changes_nothing(table: Table, step: Step) -> None:
             continue
         moved: Read | Write
         if table is READ_TRANSITIONS:
-            moved = Read(chunk, state=state)
+            moved = Read(chunk, Lane(), state=state)
         else:
             moved = Write(record=None, chunk=chunk, state=state)  # type: ignore[arg-type]
         with pytest.raises(InvariantError):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pykvcache.transfer.ahead import OPENED_PER_READ
 from pykvcache.transfer.core import Limits, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from pykvcache.transfer.operations import Action, CopyOperation, FileOperation
@@ -48,6 +49,8 @@ class Oracle:
         self.open: dict[int, Entry] = {}
         """Jobs without a result."""
         self.failures: Counter[Failure] = Counter()
+        self.ahead: set[str] = set()
+        """Files to be read ahead."""
         self._limits = limits
         self._ledger = ledger
         self._world = world
@@ -57,6 +60,8 @@ class Oracle:
         self._closed = False
         world.is_wanted = self._is_wanted
         world.is_path_wanted = lambda path: self._is_on_path(path, Direction.LOAD)
+        world.is_wanted_ahead = lambda path: path in self.ahead
+        world.loads_of = self._loads_of
         world.is_target_wanted = lambda path: self._is_on_path(path, Direction.STORE)
 
     # --- what happens
@@ -124,15 +129,42 @@ class Oracle:
             for chunk in entry.job.chunks
         )
 
+    def _loads_of(self, path: str) -> list[ChunkTransfer]:
+        world = self._world
+        return [
+            chunk
+            for entry in self.open.values()
+            if entry.is_load
+            for chunk in entry.job.chunks
+            if chunk.path == path
+            and chunk not in self._given_up
+            and chunk not in world.copied_in
+            and chunk not in world.copying
+        ]
+
     def check_operations(self, operations: list[Operation]) -> None:
         """Judge what one turn asks for."""
         for operation in operations:
             if isinstance(operation, CopyOperation):
                 self._check_copy(operation)
-        actions = [item.action for item in operations if isinstance(item, FileOperation)]
+        actions = [
+            item.action
+            for item in operations
+            if isinstance(item, FileOperation) and not self._is_ahead(item)
+        ]
         if Action.READ in actions and Action.WRITE in actions:
             last_read = len(actions) - 1 - actions[::-1].index(Action.READ)
             require(last_read < actions.index(Action.WRITE), "a read is issued after a write")
+
+    def _is_ahead(self, operation: FileOperation) -> bool:
+        """Whether it is a read that no load waits for."""
+        chunk = operation.chunk
+        return (
+            operation.action is Action.READ
+            and chunk is not None
+            and chunk.span.count == 0
+            and not self._loads_of(chunk.path)
+        )
 
     def _check_copy(self, operation: CopyOperation) -> None:
         for copy in operation.copies:
@@ -144,7 +176,7 @@ class Oracle:
     def check_turn(self, core: TransferCore, operations: list[Operation], now: float) -> None:
         """Judge the state after a turn."""
         world, ledger, limits = self._world, self._ledger, self._limits
-        require(ledger.free + ledger.leased == ledger.capacity, "slots are lost")
+        require(ledger.free + ledger.leased + ledger.retained == ledger.capacity, "slots are lost")
         require(ledger.leased == len(ledger.leases), "the ledger lost count")
         require(core.jobs == len(self.open), "jobs are lost")
         io = world.count(Action.READ, Action.WRITE)
@@ -154,6 +186,7 @@ class Oracle:
             f"stores hold {len(world.store_slots)} of {ledger.capacity} slots",
         )
         self._check_nothing_waits_needlessly(core, io, operations)
+        self._check_reads_ahead(core, operations)
         self._check_deadlines(core, now)
         for entry in self.stores(self.open):
             self._check_settled(core, entry)
@@ -163,13 +196,22 @@ class Oracle:
     ) -> None:
         world, ledger, limits = self._world, self._ledger, self._limits
         queues = core.queue_lengths()
-        opened, created = world.opened(writable=False), world.opened(writable=True)
-        opening, creating = world.count(Action.OPEN), world.count(Action.CREATE, Action.MKDIR)
+        demand, ahead = core._reads.demand, core._reads.ahead
+        opened, created = len(demand.opened), world.opened(writable=True)
+        creating = world.count(Action.CREATE, Action.MKDIR)
+        require(world.opened(writable=False) == opened + len(ahead.opened), "a file is lost")
+        require(world.count(Action.OPEN) == demand.opening + ahead.opening, "an open is lost")
         ahead_max = limits.open_lookahead
-        require(opening + opened <= ahead_max, f"{opening} opening + {opened} opened files")
+        opening = demand.opening
+        taken_over = OPENED_PER_READ * limits.ahead.depth  # at most, by loads
+        require(
+            opening + opened <= ahead_max + taken_over, f"{opening} opening + {opened} opened files"
+        )
         require(creating + created <= ahead_max, f"{creating} creating + {created} created files")
         can_transfer = io < limits.io_depth
-        require(not (opened and can_transfer and ledger.free), "an opened read waits needlessly")
+        any_slot = core._dram.available(demand=True)
+        require(any_slot == ledger.free + ledger.retained, "a retained slot cannot be had")
+        require(not (opened and can_transfer and any_slot), "an opened read waits needlessly")
         require(not (created and can_transfer), "a created write waits needlessly")
         if queues["load_waiting"]:
             require(opening + opened >= ahead_max, "a load waits needlessly for its open")
@@ -177,12 +219,46 @@ class Oracle:
             require(creating + created >= ahead_max, "a store waits needlessly for its file")
         if queues["store_waiting"]:
             full = len(world.store_slots) >= ledger.capacity - limits.io_depth
-            require(full or not ledger.free, "a store waits needlessly for a slot")
+            available = core._dram.available(demand=False)
+            require(full or not available, "a store waits needlessly for a slot")
         writes = [item for item in operations if getattr(item, "action", None) is Action.WRITE]
         require(
-            not (writes and opened and ledger.free),
+            not (writes and opened and any_slot),
             "a write starts while a read could have started",
         )
+
+    def _check_reads_ahead(self, core: TransferCore, operations: list[Operation]) -> None:
+        """Reading ahead comes last, and within its budget."""
+        limits, ledger, lane = self._limits.ahead, self._ledger, core._reads.ahead
+        reading = [
+            flight.operation.chunk
+            for flight in self._world.flights.values()
+            if isinstance(flight.operation, FileOperation)
+            and flight.operation.action is Action.READ
+        ]
+        keys = [chunk.key for chunk in reading if chunk is not None]
+        for operation in operations:
+            if not isinstance(operation, FileOperation) or operation.action is not Action.READ:
+                continue
+            chunk = operation.chunk
+            assert chunk is not None
+            if chunk.span.count:
+                continue
+            require(keys.count(chunk.key) == 1, f"read twice at once: {chunk.key.hex()}")
+            if self._loads_of(chunk.path):
+                continue
+            require(chunk.key not in core._dram, f"read although in DRAM: {chunk.key.hex()}")
+            require(not core._reads.is_wanting, "read ahead while a load waits")
+            require(
+                ledger.free + ledger.retained >= self._limits.io_depth,
+                "read ahead into the slots kept for loads",
+            )
+        require(lane.reading <= max(limits.depth, 0), f"{lane.reading} reads ahead")
+        if any(getattr(item, "action", None) is Action.READ for item in operations):
+            held = lane.reading + core.staged
+            require(held <= max(limits.slots_max, core.staged), f"{held} slots hold reads ahead")
+        if limits.bytes_max:
+            require(lane.reading_bytes <= limits.bytes_max, "too many bytes are read ahead")
 
     def _check_deadlines(self, core: TransferCore, now: float) -> None:
         pending = []
@@ -272,7 +348,14 @@ class Oracle:
         world = self._world
         require(not self.open, f"jobs without a result: {sorted(self.open)}")
         require(core.idle, "the core is not idle at rest")
-        require(self._ledger.free == self._ledger.capacity, f"{self._ledger.leased} slots are lost")
-        require(not world.descriptors, f"descriptors are left open: {world.descriptors}")
+        ledger = self._ledger
+        require(not ledger.leased, f"{ledger.leased} slots are lost")
+        if self._limits.dram_policy == "none":
+            require(ledger.retained == core.staged, f"{ledger.retained} slots are kept in vain")
+        if self._closed:
+            require(not core.staged, f"{core.staged} slots are kept for nobody")
+        ahead = len(core._reads.ahead.opened)
+        require(len(world.descriptors) == ahead, f"descriptors are left open: {world.descriptors}")
+        require(not (ahead and self._closed), f"{ahead} files are open for nobody")
         require(not world.temporaries, f"temporaries are left: {world.temporaries}")
         require(not world.spoilt, f"bad files are left: {world.spoilt}")

@@ -16,10 +16,12 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from random import Random
 
 from pykvcache.layout import PAGE, BlockSpan, ChunkPaths, Defect, file_bytes
 from pykvcache.pool import SlotLedger
+from pykvcache.transfer.ahead import AheadLimits
 from pykvcache.transfer.core import Limits, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job
 from tests.simulator.oracle import FAR_DEADLINE_S, Oracle, PendingFlush
@@ -45,13 +47,27 @@ class Simulation:
     ) -> None:
         self.random = random = Random(seed)
         self.verbose = verbose
+        io_depth = random.randint(1, 4)
+        self.ledger = WatchedLedger(io_depth + random.randint(1, 8))
+        spare = self.ledger.capacity - io_depth - 1
         self.limits = Limits(
-            io_depth=random.randint(1, 4),
+            io_depth=io_depth,
             open_lookahead=random.randint(1, 6),
             load_deadline_s=random.choice((3.0, 20.0, FAR_DEADLINE_S)),
             jobs_max=random.choice((3, 100, 100)),
+            ahead=random.choice(
+                (
+                    AheadLimits(),
+                    AheadLimits(
+                        depth=random.randint(1, 3),
+                        slots_max=random.randint(0, spare),
+                        bytes_max=random.choice((0, 0, 5 * PAGE)),
+                        ttl_s=random.choice((5.0, math.inf)),
+                    ),
+                )
+            ),
+            dram_policy=random.choice(("none", "lru", "arc")),
         )
-        self.ledger = WatchedLedger(self.limits.io_depth + random.randint(1, 5))
         weather = Weather(
             fault=random.choice((0.0, 0.02, 0.1, 0.3)),
             slow=random.choice((0.0, 0.1, 0.4)),
@@ -129,7 +145,9 @@ class Simulation:
         elif draw < 0.58:
             self._note("a directory vanishes")
             self.world.vanish()
-        elif draw < 0.62 and ends_early:
+        elif draw < 0.70:
+            self._preload()
+        elif draw < 0.74 and ends_early:
             self._close() if self.random.random() < 0.7 else self._abandon()
 
     def _submit(self, direction: Direction) -> None:
@@ -146,6 +164,17 @@ class Simulation:
         if entry.excuses:
             require(self.core.settled([job_id]), f"job {job_id} is accepted: {entry.excuses}")
         self._collect()
+
+    def _preload(self) -> None:
+        """The waiting requests change: some come, some run or are aborted."""
+        count = self.random.choice((0, 1, 3, KEYS))
+        chunks = [
+            replace(self._chunk(index), span=BlockSpan(0, 0), block_ids=(), copy_bytes=0)
+            for index in self.random.sample(range(KEYS), count)
+        ]
+        self._note(f"preload {[chunk.key.hex() for chunk in chunks]}")
+        self.oracle.ahead = {chunk.path for chunk in chunks}
+        self.core.preload(chunks, self.now)
 
     def _some_open_jobs(self) -> frozenset[int]:
         return frozenset(job for job in self.oracle.open if self.random.random() < 0.4)

@@ -25,6 +25,7 @@ class WatchedLedger(SlotLedger):
         super().__init__(capacity)
         self.leases: set[int] = set()
         self.on_release: Callable[[int], None] = lambda slot: None
+        self.on_retain: Callable[[int], None] = lambda slot: None
 
     def lease(self) -> int:
         slot = super().lease()
@@ -36,3 +37,13 @@ class WatchedLedger(SlotLedger):
         self.on_release(slot)
         self.leases.discard(slot)
         super().release(slot)
+
+    def retain(self, slot: int) -> None:
+        self.on_retain(slot)
+        self.leases.discard(slot)
+        super().retain(slot)
+
+    def reuse(self, slot: int) -> None:
+        require(slot not in self.leases, f"slot {slot} is leased and retained")
+        self.leases.add(slot)
+        super().reuse(slot)

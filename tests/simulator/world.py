@@ -84,6 +84,7 @@ class World:
         self.weather = weather
         self.ledger = ledger
         ledger.on_release = self._released
+        ledger.on_retain = self._retained
         self.now = 0.0
         self.files: dict[str, File] = {}
         self.directories: set[str] = set()
@@ -92,7 +93,8 @@ class World:
         self.descriptors: dict[int, Descriptor] = {}
         self._next_descriptor = 3
         self._memory: dict[int, Content] = {}
-        self._slot_users: dict[int, int] = {}
+        self._slot_users: defaultdict[int, dict[int, bool]] = defaultdict(dict)
+        """Operations that use a slot, and whether they only read it."""
         self.store_slots: dict[int, ChunkTransfer] = {}
         self.faults: defaultdict[object, set[Failure]] = defaultdict(set)
         """Failures that were caused, by the final path, or the chunk of a copy."""
@@ -110,6 +112,10 @@ class World:
         """Whether the chunk's job has not ended."""
         self.is_path_wanted: Callable[[str], bool] = lambda path: True
         """Whether a load that has not ended waits for this file."""
+        self.is_wanted_ahead: Callable[[str], bool] = lambda path: False
+        """Whether this file is to be read ahead."""
+        self.loads_of: Callable[[str], list[ChunkTransfer]] = lambda path: []
+        """Chunks of this file that loads wait for."""
         self.is_target_wanted: Callable[[str], bool] = lambda path: True
         """Whether a store that has not ended writes this file."""
 
@@ -185,21 +191,27 @@ class World:
             draw -= self.weather.stuck
         return self.random.uniform(0, 15 if draw < self.weather.slow else 1)
 
-    def _use_slot(self, slot: int, token: int) -> None:
-        user = self._slot_users.setdefault(slot, token)
-        require(user == token, f"slot {slot} is used by operations {user} and {token}")
+    def _use_slot(self, slot: int, token: int, *, reads: bool = False) -> None:
+        users = self._slot_users[slot]
+        alone = all(user == token or (reads and shares) for user, shares in users.items())
+        require(alone, f"slot {slot} is used by operations {list(users)} and {token}")
+        users[token] = reads
         require(slot in self.ledger.leases, f"slot {slot} is used but not leased")
 
-    def _released(self, slot: int) -> None:
-        user = self._slot_users.get(slot)
-        require(user is None, f"slot {slot} is released while operation {user} uses it")
+    def _retained(self, slot: int) -> None:
+        users = self._slot_users[slot]
+        require(not users, f"slot {slot} is given up while operations {list(users)} use it")
         self.store_slots.pop(slot, None)
+
+    def _released(self, slot: int) -> None:
+        self._retained(slot)
         self._memory.pop(slot, None)
 
     def _start_copy(self, operation: CopyOperation, flight: Flight) -> None:
         require(operation.copies, "a copy of nothing")
         for copy in operation.copies:
-            self._use_slot(copy.slot, operation.token)
+            loading = operation.direction is Direction.LOAD
+            self._use_slot(copy.slot, operation.token, reads=loading)
             require(self.is_wanted(copy.chunk), f"copy for a job that ended: {copy.chunk}")
             require(copy.chunk not in self.copying, f"chunk copied twice at once: {copy.chunk}")
             self.copying[copy.chunk] = operation.direction
@@ -225,7 +237,7 @@ class World:
                 require(not users, f"descriptor closed while in use: {users}")
                 entry.closing = True
             case Action.OPEN:
-                require(self.is_path_wanted(operation.path), f"nobody wants {operation.path}")
+                self._check_wanted(operation.path)
             case Action.CREATE if operation.path not in self._directory_missed:
                 wanted = self.is_target_wanted(_final_path(operation.path))
                 require(wanted, f"nobody stores {operation.path}")
@@ -233,6 +245,9 @@ class World:
                 self._start_link(operation)
             case Action.UNLINK if not operation.path.endswith(TEMPORARY_SUFFIX):
                 require(operation.path in self._spoilt, f"a good file is deleted: {operation.path}")
+
+    def _check_wanted(self, path: str) -> None:
+        require(self.is_path_wanted(path) or self.is_wanted_ahead(path), f"nobody wants {path}")
 
     def _start_transfer(self, operation: FileOperation) -> None:
         entry = self._descriptor(operation)
@@ -251,7 +266,7 @@ class World:
             entry.file.stored = chunk
         else:
             require(entry.path == chunk.path, f"{entry.path} is read for {chunk}")
-            require(self.is_path_wanted(chunk.path), f"nobody wants {chunk.path}")
+            self._check_wanted(chunk.path)
 
     def _descriptor(self, operation: FileOperation) -> Descriptor:
         entry = self.descriptors.get(operation.descriptor)
@@ -317,7 +332,7 @@ class World:
     def _end_copy(self, operation: CopyOperation, flight: Flight) -> int:
         failed = self.random.random() < self.weather.fault / 2
         for copy in operation.copies:
-            self._slot_users.pop(copy.slot, None)
+            self._slot_users[copy.slot].pop(operation.token, None)
             del self.copying[copy.chunk]
             if failed:
                 self.faults[copy.chunk].add(Failure.DEVICE_COPY)
@@ -375,7 +390,7 @@ class World:
         return self._new_descriptor(self.files[path], path, writable=True)
 
     def _end_read(self, operation: FileOperation) -> Completion:
-        del self._slot_users[operation.slot]
+        del self._slot_users[operation.slot][operation.token]
         chunk = operation.chunk
         assert chunk is not None
         entry = self.descriptors[operation.descriptor]
@@ -397,10 +412,16 @@ class World:
         if defect is not None:
             self.faults[chunk.path].add(Failure.WRONG_CONTENT)
             self._spoilt[chunk.path] = file
-        return Completion(operation.token, length, defect)
+            return Completion(operation.token, length, defect)
+        for load in self.loads_of(chunk.path) if chunk.span.count == 0 else ():
+            if not right_content(load).items() <= file.content.items():
+                self.faults[chunk.path].add(Failure.WRONG_CONTENT)
+                self._spoilt[chunk.path] = file
+        span = BlockSpan(min(file.content), len(file.content))
+        return Completion(operation.token, length, span=span)
 
     def _end_write(self, operation: FileOperation) -> int:
-        del self._slot_users[operation.slot]
+        del self._slot_users[operation.slot][operation.token]
         chunk = operation.chunk
         assert chunk is not None
         file = self.descriptors[operation.descriptor].file

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from pykvcache.reactor.reactor import Gauges
-from pykvcache.transfer.jobs import Failure, JobResult
+from pykvcache.transfer.jobs import Direction, Failure, JobResult
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -36,7 +36,10 @@ SECONDS = "vllm:kv_offload_job_seconds"
 STORES_PENDING = "vllm:kv_offload_stores_pending"
 SLOTS = "vllm:kv_offload_pool_slots"
 SLOTS_IN_USE = "vllm:kv_offload_pool_slots_in_use"
+SLOTS_RETAINED = "vllm:kv_offload_pool_slots_retained"
+SLOTS_STAGED = "vllm:kv_offload_pool_slots_staged"
 QUEUE = "vllm:kv_offload_queue_chunks"
+HITS = "vllm:kv_offload_load_hits"
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -49,14 +52,15 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         ),
         FAILURES: OffloadingCounterMetadata(
             documentation="KV chunks not transferred, by direction and reason: recomputed "
-            "if a load, a later miss if a store.",
+            "if a load, a later miss if a store; tried again by the load if a 'preload'.",
             labelnames=("direction", "reason"),
         ),
         DROPPED: OffloadingCounterMetadata(
             documentation="KV chunks not stored because their GPU blocks were needed first.",
         ),
         FILE_BYTES: OffloadingCounterMetadata(
-            documentation="Bytes read from ('load') and written to ('store') KV files.",
+            documentation="Bytes read from ('load', ahead of loads too) and written to "
+            "('store') KV files.",
             labelnames=("direction",),
         ),
         SECONDS: OffloadingCounterMetadata(
@@ -71,6 +75,19 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         ),
         SLOTS_IN_USE: OffloadingGaugeMetadata(
             documentation="Slots of the staging pool in use.", labelnames=("rank",)
+        ),
+        SLOTS_RETAINED: OffloadingGaugeMetadata(
+            documentation="Slots of the pool whose chunk nobody uses now: the DRAM tier.",
+            labelnames=("rank",),
+        ),
+        SLOTS_STAGED: OffloadingGaugeMetadata(
+            documentation="Those of them whose chunk a waiting request wants.",
+            labelnames=("rank",),
+        ),
+        HITS: OffloadingCounterMetadata(
+            documentation="KV chunks loaded, by the tier they came from: 'dram' (retained or "
+            "read ahead) or 'disk'.",
+            labelnames=("tier",),
         ),
         QUEUE: OffloadingGaugeMetadata(
             documentation="KV chunks in each of the reactor's queues.",
@@ -96,7 +113,12 @@ class WorkerMetrics:
             stats.increase_counter(CHUNKS, transferred, (direction, "transferred"))
             if result.present:
                 stats.increase_counter(CHUNKS, result.present, (direction, "present"))
-            stats.increase_counter(FILE_BYTES, result.file_bytes, (direction,))
+            if result.direction is Direction.STORE:
+                stats.increase_counter(FILE_BYTES, result.file_bytes, (direction,))
+            else:
+                from_dram = min(result.dram, transferred)
+                stats.increase_counter(HITS, from_dram, ("dram",))
+                stats.increase_counter(HITS, transferred - from_dram, ("disk",))
             stats.increase_counter(SECONDS, result.seconds, (direction,))
             for failure in result.failures.values():
                 stats.increase_counter(FAILURES, 1, (direction, str(failure)))
@@ -106,15 +128,28 @@ class WorkerMetrics:
     def take(self, gauges: Gauges) -> OffloadingConnectorStats | None:
         """What has changed since the last call; None when nothing has."""
         if gauges != self._gauges:
-            self._gauges = gauges
+            before, self._gauges = self._gauges or Gauges(), gauges
+            self._count(before, gauges)
             self._stats.set_gauge(SLOTS, gauges.slots, (self._rank,))
             self._stats.set_gauge(SLOTS_IN_USE, gauges.slots_in_use, (self._rank,))
+            self._stats.set_gauge(SLOTS_RETAINED, gauges.slots_retained, (self._rank,))
+            self._stats.set_gauge(SLOTS_STAGED, gauges.slots_staged, (self._rank,))
             for queue, chunks in gauges.queues.items():
                 self._stats.set_gauge(QUEUE, chunks, (self._rank, queue))
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, OffloadingConnectorStats()
         return stats
+
+    def _count(self, before: Gauges, now: Gauges) -> None:
+        """What belongs to no job: all bytes read, and reads ahead that failed."""
+        if now.bytes_read > before.bytes_read:
+            read = now.bytes_read - before.bytes_read
+            self._stats.increase_counter(FILE_BYTES, read, (str(Direction.LOAD),))
+        for failure, count in now.preload_failures.items():
+            if count > before.preload_failures.get(failure, 0):
+                more = count - before.preload_failures.get(failure, 0)
+                self._stats.increase_counter(FAILURES, more, ("preload", str(failure)))
 
 
 class ManagerMetrics:

@@ -84,6 +84,17 @@ class Planner:
                 used += span.count
         return tuple(chunks)
 
+    def whole(self, key: OffloadKey) -> ChunkTransfer:
+        """A chunk to read ahead: whatever its file holds, without device blocks.
+
+        Raises:
+            PlanError: no group has that index.
+        """
+        index = get_offload_group_idx(key)
+        if index not in self.group_ids:
+            raise PlanError(f"no KV cache group {index}, only {list(self.group_ids)}")
+        return self._chunk(self.group_ids.index(index), key, BlockSpan(0, 0), [])
+
     def _spans(self, first_block: int, count: int) -> Iterator[BlockSpan]:
         whole = self.geometry.blocks_per_chunk
         first = first_block % whole

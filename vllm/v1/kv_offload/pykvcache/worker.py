@@ -7,6 +7,7 @@ import gc
 import os
 import secrets
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -37,6 +38,7 @@ from vllm.v1.kv_offload.pykvcache.metrics import WorkerMetrics
 from vllm.v1.kv_offload.pykvcache.plan import ChunkSpec, PlanError, Planner
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_offload.pykvcache.preload import PreloadPlan
     from vllm.v1.kv_offload.pykvcache.spec import PyKVCacheSpec
 
 logger = init_logger(__name__)
@@ -72,18 +74,14 @@ class PyKVCacheWorker(OffloadingWorker):
         pool.populate(2 * options.slots_min)  # what a busy queue uses; slots are reused at once
         tensors = [tensor.tensor for tensor in caches.tensors]
         copier = make_copier(tensors, geometry, pool, _copy_batch())
+        limits = Limits.of(options, slots)
         self._planner = Planner(
             geometry,
             [group.group_id for group in spec.config.groups],
             ChunkPaths(directory).final,
         )
         self._reactor = Reactor(
-            Limits(
-                io_depth=options.io_depth,
-                open_lookahead=options.open_lookahead,
-                load_deadline_s=options.load_deadline_s,
-                jobs_max=options.mailbox_jobs,
-            ),
+            limits,
             pool,
             lambda buffers: make_engine(engine, buffers, direct.direct, options.io_depth),
             copier,
@@ -99,7 +97,8 @@ class PyKVCacheWorker(OffloadingWorker):
             sys.setswitchinterval(min(sys.getswitchinterval(), options.switch_interval_s))
         logger.info(
             "KV offloading to %s: rank %d of %d, chunks of %d blocks (%.1f MiB), pool of %d slots "
-            "(%.2f GiB%s), %s (%s), direct I/O %s (%s), depth %d",
+            "(%.2f GiB%s), %s (%s), direct I/O %s (%s), depth %d, %d slots for preloading, "
+            "DRAM policy %s",
             directory,
             parallel.rank,
             parallel.world_size,
@@ -113,6 +112,8 @@ class PyKVCacheWorker(OffloadingWorker):
             "on" if direct.direct else "off",
             direct.why,
             options.io_depth,
+            limits.ahead.slots_max,
+            limits.dram_policy,
         )
 
     def submit_store(
@@ -137,6 +138,17 @@ class PyKVCacheWorker(OffloadingWorker):
         assert isinstance(src_spec, ChunkSpec)
         self._submit(job_id, Direction.LOAD, src_spec, dst_spec)
         return True
+
+    def preload(self, plan: PreloadPlan) -> None:
+        """Hand what waiting requests will want to the reactor, in place of the plan before."""
+        self._reactor.preload([self._planner.whole(key) for key in plan.keys])
+
+    def take_dram_changes(self) -> dict[OffloadKey, int]:
+        """Chunks that came into this rank's pool (+1) or left it (-1) since the last call."""
+        changes: Counter[OffloadKey] = Counter()
+        for key, change in self._reactor.take_dram_changes():
+            changes[OffloadKey(key)] += change
+        return {key: change for key, change in changes.items() if change}
 
     def _submit(
         self, job_id: int, direction: Direction, spec: ChunkSpec, device: GPULoadStoreSpec
