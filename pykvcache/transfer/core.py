@@ -26,7 +26,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pykvcache.config import Config
 from pykvcache.errors import InvariantError
 from pykvcache.pool import SlotLedger
 from pykvcache.transfer.ahead import Ahead, AheadLimits
@@ -53,31 +52,6 @@ class Limits:
     dram_policy: Literal["none", "lru", "arc"] = "none"
     read_bandwidth_max: int = 0
     write_bandwidth_max: int = 0
-
-    @classmethod
-    def of(cls, config: Config, slots: int) -> Limits:
-        """What the configuration means for a pool of that many slots."""
-        spare = max(0, slots - config.slots_min)
-        policy = config.dram_policy
-        if policy == "auto":
-            policy = "lru" if spare else "none"
-        return cls(
-            io_depth=config.io_depth,
-            open_lookahead=config.open_lookahead,
-            load_deadline_s=config.load_deadline_s,
-            jobs_max=config.mailbox_jobs,
-            ahead=AheadLimits(
-                depth=min(config.preload_depth, config.io_depth),
-                slots_max=min(config.preload_slots_max or spare, spare)
-                if config.preload_lookahead
-                else 0,
-                bytes_max=config.preload_bytes_max,
-                ttl_s=config.preload_ttl_s,
-            ),
-            dram_policy=policy,
-            read_bandwidth_max=config.read_bandwidth_max,
-            write_bandwidth_max=config.write_bandwidth_max,
-        )
 
 
 class TransferCore:

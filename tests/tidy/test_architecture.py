@@ -104,6 +104,7 @@ def test_only_the_ring_may_know_a_binding_of_io_uring() -> None:
 
 
 PURE = {
+    "abc",
     "__future__",
     "collections",
     "collections.abc",

@@ -27,11 +27,11 @@ from vllm.v1.kv_offload.base import (
 from pykvcache.geometry import ChunkGeometry, PageReference
 from pykvcache.identity import RankIdentity, claim_directory
 from pykvcache.layout import ChunkPaths, rank_directory
+from pykvcache.limits import limits_of
 from pykvcache.pool import Pool, slots_of
 from pykvcache.reactor.device import CopyBatch, make_copier
 from pykvcache.reactor.probe import choose_direct, choose_engine, make_engine
 from pykvcache.reactor.reactor import Reactor
-from pykvcache.transfer.core import Limits
 from pykvcache.transfer.jobs import Direction, Failure, Job, JobResult
 from vllm.v1.kv_offload.pykvcache.failures import ChunkTransferResult
 from vllm.v1.kv_offload.pykvcache.metrics import WorkerMetrics
@@ -74,7 +74,7 @@ class PyKVCacheWorker(OffloadingWorker):
         pool.populate(2 * options.slots_min)  # what a busy queue uses; slots are reused at once
         tensors = [tensor.tensor for tensor in caches.tensors]
         copier = make_copier(tensors, geometry, pool, _copy_batch())
-        limits = Limits.of(options, slots)
+        limits = limits_of(options, slots)
         self._planner = Planner(
             geometry,
             [group.group_id for group in spec.config.groups],

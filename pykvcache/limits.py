@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From options to what the transfer core obeys, given the size of the pool."""
+
+from __future__ import annotations
+
+from pykvcache.config import Config
+from pykvcache.transfer.ahead import AheadLimits
+from pykvcache.transfer.core import Limits
+
+
+def limits_of(config: Config, slots: int) -> Limits:
+    """The limits of a worker.
+
+    Args:
+        config: the options.
+        slots: of its pool, at least ``config.slots_min``. What is beyond those may hold chunks
+            read ahead, and makes ``dram_policy`` 'auto' mean 'lru'.
+    """
+    spare = slots - config.slots_min
+    policy = config.dram_policy
+    if policy == "auto":
+        policy = "lru" if spare else "none"
+    ahead = AheadLimits(
+        depth=min(config.preload_depth, config.io_depth),
+        slots_max=min(config.preload_slots_max or spare, spare),
+        bytes_max=config.preload_bytes_max,
+        ttl_s=config.preload_ttl_s,
+    )
+    return Limits(
+        io_depth=config.io_depth,
+        open_lookahead=config.open_lookahead,
+        load_deadline_s=config.load_deadline_s,
+        jobs_max=config.mailbox_jobs,
+        ahead=ahead if config.preload_lookahead else AheadLimits(),
+        dram_policy=policy,
+        read_bandwidth_max=config.read_bandwidth_max,
+        write_bandwidth_max=config.write_bandwidth_max,
+    )
