@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -26,6 +27,7 @@ from pykvcache.layout import ChunkPaths
 from pykvcache.scheduler.catalog import Catalog
 from vllm.v1.kv_offload.pykvcache.metrics import ManagerMetrics
 from vllm.v1.kv_offload.pykvcache.plan import ChunkSpec
+from vllm.v1.kv_offload.pykvcache.preload import CHUNKS_MAX, PreloadPlanner
 
 
 class PyKVCacheManager(OffloadingManager):
@@ -39,6 +41,13 @@ class PyKVCacheManager(OffloadingManager):
             clock=time.monotonic,
         )
         self._metrics = ManagerMetrics()
+        self._ranks = len(rank_directories)
+        self._dram: Counter[bytes] = Counter()
+        self.preloads = PreloadPlanner(
+            self._catalog.holds,
+            lookahead=options.preload_lookahead,
+            chunks_max=options.preload_slots_max or CHUNKS_MAX,
+        )
         self._requests: set[str] = set()
         self._storing_no_more: set[str] = set()
 
@@ -47,8 +56,19 @@ class PyKVCacheManager(OffloadingManager):
         return LookupResult.HIT if self._catalog.holds(key) else LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Every hit comes from disk."""
-        return CacheHitSource.DISK
+        """Host memory when every rank has the chunk in its pool, else disk."""
+        return CacheHitSource.HOST if self.in_dram(key) else CacheHitSource.DISK
+
+    def note_dram(self, changes: Mapping[OffloadKey, int]) -> None:
+        """Chunks that came into the pools of so many ranks, or left them."""
+        for key, change in changes.items():
+            self._dram[key] += change
+            if self._dram[key] <= 0:
+                del self._dram[key]
+
+    def in_dram(self, key: bytes) -> bool:
+        """Whether every rank has said that the chunk is in its pool."""
+        return self._dram.get(key, 0) >= self._ranks
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The plan of a load: its keys in order."""
