@@ -22,6 +22,9 @@ KV_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 PAGE_BYTES = 4096
 """The trailer after a file's payload."""
 
+FROM_DISK_ONLY = {"dram_policy": "none", "preload_lookahead": 0}
+"""Options with which a load always reads its files."""
+
 MODEL_TOKENS_MAX = 2560
 KV_CACHE_GIB = 1
 """23,000 tokens in float32: no prompt of a test evicts another from memory."""
@@ -86,7 +89,11 @@ class FaultySite(Site):
         return self.server(
             "faulty",
             pool_gib=0.25,
-            options={"tokens_per_chunk": self.TOKENS_PER_CHUNK, "lookup_ttl_s": 0},
+            options={
+                "tokens_per_chunk": self.TOKENS_PER_CHUNK,
+                "lookup_ttl_s": 0,
+                **FROM_DISK_ONLY,
+            },
             args=[f"--block-size={self.TOKENS_PER_BLOCK}"],
             env={
                 "VLLM_SERVER_DEV_MODE": "1",

@@ -21,6 +21,7 @@ from tests.e2e.sites import (
     ANSWER_TOKENS,
     FAILURES,
     FILE_BYTES,
+    FROM_DISK_ONLY,
     KV_BYTES_PER_TOKEN,
     PAGE_BYTES,
     POOL_SLOTS,
@@ -35,7 +36,7 @@ TOKENS_PER_BLOCK = 128  # vLLM's default on CPU
 CHUNK_BYTES = TOKENS_PER_CHUNK * KV_BYTES_PER_TOKEN
 FILE_SIZE_BYTES = CHUNK_BYTES + PAGE_BYTES
 
-SMALL_POOL = {"io_depth": 2, "copy_headroom": 1, "open_lookahead": 2}
+SMALL_POOL = {"io_depth": 2, "copy_headroom": 1, "open_lookahead": 2, **FROM_DISK_ONLY}
 SMALL_POOL_GIB = 0.05
 SLOTS = 4
 
