@@ -141,7 +141,10 @@ class PyKVCacheWorker(OffloadingWorker):
 
     def preload(self, plan: PreloadPlan) -> None:
         """Hand what waiting requests will want to the reactor, in place of the plan before."""
-        self._reactor.preload([self._planner.whole(key) for key in plan.keys])
+        try:
+            self._reactor.preload([self._planner.whole(key) for key in plan.keys])
+        except PlanError as error:  # only the loads' own reads are left then
+            logger.warning_once("KV offloading preloads nothing: %s", error)
 
     def take_dram_changes(self) -> dict[OffloadKey, int]:
         """Chunks that came into this rank's pool (+1) or left it (-1) since the last call."""
