@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from pykvcache.layout import BlockSpan
 from pykvcache.pool import SlotLedger
 from pykvcache.transfer.core import Limits, Operation, TransferCore
-from pykvcache.transfer.jobs import JobResult
+from pykvcache.transfer.jobs import ChunkTransfer, JobResult
 from pykvcache.transfer.operations import Action, Completion, CopyOperation, FileOperation
 
 
@@ -204,6 +205,58 @@ class ReleasesAbandonedReads(Watching):
                 self.slots.release(operation.slot)
 
 
+class ReadsAheadOfLoads(TransferCore):
+    """Reads ahead although a load waits."""
+
+    def advance(self, now: float) -> list[Operation]:
+        waits = type(self._reads).is_wanting
+        try:
+            type(self._reads).is_wanting = False  # type: ignore[method-assign, assignment]
+            return super().advance(now)
+        finally:
+            type(self._reads).is_wanting = waits  # type: ignore[method-assign]
+
+
+class ReadsAheadIntoEverySlot(TransferCore):
+    """Leaves loads no slots, and stores none either."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(limits, ledger, writer)
+        ahead, lane = self._ahead, self._reads.ahead
+
+        def may_start(now: float) -> bool:
+            return bool(
+                lane.opened
+                and self._budget.has_depth
+                and lane.reading < limits.ahead.depth
+                and self._dram.available(demand=False)
+            )
+
+        ahead._may_start = may_start  # type: ignore[method-assign]
+
+
+class ForgetsWithdrawals(TransferCore):
+    """Reads ahead for requests that are gone."""
+
+    def preload(self, chunks: Sequence[ChunkTransfer], now: float) -> None:
+        super().preload([*chunks, *self._ahead._wanted.values()], now)
+
+
+class NeverUnpins(TransferCore):
+    """Loses the slots of loads."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(limits, ledger, writer)
+        self._dram.unpin = lambda resident: None  # type: ignore[method-assign]
+
+
+class TakesPartsForWholeChunks(Watching):
+    """Loads blocks that a file does not hold from DRAM."""
+
+    def believe(self, operation: Operation, done: Completion) -> Completion:
+        return done if done.span is None else replace(done, span=BlockSpan(0, 64))
+
+
 MUTANTS: tuple[type[TransferCore], ...] = (
     OneTransferTooMany,
     OneFileTooMany,
@@ -225,4 +278,9 @@ MUTANTS: tuple[type[TransferCore], ...] = (
     RepeatsResults,
     ReleasesBeforeTheWrite,
     ReleasesAbandonedReads,
+    ReadsAheadOfLoads,
+    ReadsAheadIntoEverySlot,
+    ForgetsWithdrawals,
+    NeverUnpins,
+    TakesPartsForWholeChunks,
 )

@@ -248,7 +248,9 @@ class Oracle:
             if self._loads_of(chunk.path):
                 continue
             require(chunk.key not in core._dram, f"read although in DRAM: {chunk.key.hex()}")
-            require(not core._reads.is_wanting, "read ahead while a load waits")
+            demand = core._reads.demand
+            wanting = core._reads._waiting or demand.opening or demand.opened
+            require(not wanting, "read ahead while a load waits")
             require(
                 ledger.free + ledger.retained >= self._limits.io_depth,
                 "read ahead into the slots kept for loads",
