@@ -753,3 +753,121 @@ def test_first_come_queue_is_not_walked_beyond_the_lookahead() -> None:
     queue: Any = Watched(range(1000))
     assert first_requests(queue, 4) == [0, 1, 2, 3]
     assert Watched.taken == 4
+
+
+# --- plans and loads agree
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_plan_is_what_the_load_reads_whatever_is_missing(
+    make_engine: MakeEngine, seed: int
+) -> None:
+    chosen = random.Random(seed)
+    specs = chosen.choice(
+        [(full_attention(),), (sliding_window(),), (full_attention(), sliding_window())]
+    )
+    engine = make_engine(specs=specs)
+    if chosen.random() < 0.5:  # its first chunks are in the GPU's prefix cache
+        engine.add("B", chosen.randint(1, 3), seed=7, on_disk=False)
+        for _ in range(3):
+            engine.step()
+    engine.occupy()
+    params = {"max_load_tokens": chosen.randint(0, 300)} if chosen.random() < 0.3 else None
+    request = engine.request("C", 7, seed=7, params=params)
+    for group in range(len(specs)):
+        engine.publish(*(key for key in engine.keys(request, group) if chosen.random() < 0.85))
+    engine.scheduler.add_request(request)
+    engine.step()
+    planned = engine.plan
+    engine.abort("A")
+    engine.step()
+    loaded = [key for what, keys in engine.worker.calls if what == "load" for key in keys]
+    assert sorted(planned) == sorted(loaded)
+
+
+def test_chunks_being_loaded_for_another_request_are_not_wanted(make_engine: MakeEngine) -> None:
+    """Who waits for them too finds them in the GPU's prefix cache."""
+    engine = make_engine()
+    engine.occupy()
+    engine.add("B", 3, seed=7)
+    longer = engine.add("C", 5, seed=7)
+    engine.step()
+    assert engine.plan == engine.keys(longer)
+    engine.abort("A")
+    metadata = engine.step()
+    assert len(metadata.load_jobs) == 1
+    assert engine.plan == engine.keys(longer)[3:]
+    engine.step()
+    assert engine.plan == engine.keys(longer)[3:]
+
+
+# --- cost and failures
+
+
+def test_few_requests_are_looked_up_again_in_one_step(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.occupy()
+    for name in "BCD":
+        engine.add(name, 4)
+    calls: list[bytes] = []
+    planner = engine.manager.preloads
+    holds = planner._holds
+    monkeypatch.setattr(planner, "_holds", lambda key: (calls.append(key), holds(key))[1])
+    engine.step()
+    assert len(calls) == 3 * 4
+    calls.clear()
+    engine.step()
+    assert calls == []
+    engine.now += 2.0
+    for _ in range(3):
+        engine.step()
+        assert len(calls) == 4
+        calls.clear()
+    engine.step()
+    assert calls == []
+
+
+def test_failure_while_planning_never_reaches_the_scheduler(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.occupy()
+    other = engine.request("C", 2)
+    engine.publish(*engine.keys(other))
+
+    def fail(key: bytes) -> bool:
+        if key in broken:
+            raise OSError("stale file handle")
+        return holds(key)
+
+    planner = engine.manager.preloads
+    holds = planner._holds
+    monkeypatch.setattr(planner, "_holds", fail)
+    broken = engine.keys(engine.add("B", 3))
+    engine.scheduler.add_request(other)
+    engine.step()
+    assert engine.plan == engine.keys(other)
+
+
+def test_session_whose_tokens_may_change_is_left_out(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.occupy()
+    request = engine.request("B", 3)
+    engine.publish(*engine.keys(request))
+    request.resumable = True
+    engine.scheduler.add_request(request)
+    engine.step()
+    assert engine.plan == []
+
+
+def test_reset_looks_everything_up_again(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.occupy()
+    keys = engine.keys(engine.add("B", 2))
+    engine.step()
+    Path(engine.paths.final(keys[1])).unlink()
+    engine.manager.reset_cache()
+    engine.step()
+    assert engine.plan == keys[:1]

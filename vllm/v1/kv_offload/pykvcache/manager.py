@@ -114,6 +114,7 @@ class PyKVCacheManager(OffloadingManager):
         """
         self._storing_no_more |= self._requests
         self._catalog.forget()
+        self.preloads.forget()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed since the last call."""

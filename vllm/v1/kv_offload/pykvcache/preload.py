@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
-        RequestOffloadState,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
         OffloadingConnectorWorker,
@@ -47,6 +46,10 @@ REFRESH_S = 1.0
 """Seconds for which the chunks found for a waiting request are believed: what is in the GPU's
 prefix cache and on disk changes slowly, and looking costs a look-up for each chunk."""
 
+REFRESHES_PER_STEP = 1
+"""Requests looked at again in one step: a chunk costs a call to the filesystem, which takes
+milliseconds on a shared one, and the scheduler waits for it."""
+
 CHUNKS_MAX = 4096
 """Chunks in a plan when ``preload_slots_max`` does not say: above any pool's slots, which the
 scheduler does not know; the workers take what fits, from the front."""
@@ -57,6 +60,16 @@ class PreloadPlan:
     """All chunks wanted ahead, in order; an empty plan withdraws what was wanted."""
 
     keys: tuple[OffloadKey, ...]
+
+
+@dataclass(slots=True)
+class _LookedUp:
+    """What a candidate would load, as of ``since`` (seconds)."""
+
+    keys: tuple[OffloadKey, ...]
+    since: float
+    overlapping: bool = False
+    """Some of the chunks are being loaded for another request."""
 
 
 class PreloadPlanner:
@@ -80,9 +93,10 @@ class PreloadPlanner:
         self._holds = holds
         self._chunks_max = chunks_max
         self._clock = clock
-        self._candidates: dict[str, tuple[float, Candidate]] = {}
+        self._candidates: dict[str, _LookedUp] = {}
+        self._wanted: list[tuple[OffloadKey, ...]] = []
         self._keys: tuple[bytes, ...] = ()
-        self._is_new = False
+        self._sent: tuple[bytes, ...] = ()
 
     def note(
         self,
@@ -90,73 +104,73 @@ class PreloadPlanner:
         kv_cache_manager: KVCacheManager | None,
         requests: Sequence[Request],
     ) -> None:
-        """Take the head of the queue; looks only at requests that are new in it, or were
-        looked at :data:`REFRESH_S` ago."""
+        """Take the head of the queue. Looks only at requests that are new in it, and at
+        :data:`REFRESHES_PER_STEP` that were looked at :data:`REFRESH_S` ago."""
         if not requests and not self._candidates:
             return
+        # What is on its way to the GPU will be found in its prefix cache by whoever waits too.
+        being_loaded = scheduler._chunks_being_loaded or set()
         now = self._clock()
-        seen: dict[str, tuple[float, Candidate]] = {}
+        refreshes = REFRESHES_PER_STEP
+        seen: dict[str, _LookedUp] = {}
         for request in requests:
             known = self._candidates.get(request.request_id)
-            if known is None or now - known[0] >= REFRESH_S:
-                keys = tuple(self._wanted_by(scheduler, kv_cache_manager, request))
-                known = (now, Candidate(request.request_id, keys))
+            if known is None or (known.overlapping and being_loaded.isdisjoint(known.keys)):
+                known = _LookedUp(self._look_up(scheduler, kv_cache_manager, request), now)
+            elif refreshes and now - known.since >= REFRESH_S:
+                refreshes -= 1
+                known.keys = self._look_up(scheduler, kv_cache_manager, request)
+                known.since = now
+            known.overlapping = not being_loaded.isdisjoint(known.keys)
             seen[request.request_id] = known
         self._candidates = seen
-        keys = order_preloads([candidate for _, candidate in seen.values()], self._chunks_max)
-        if keys != self._keys:
-            self._keys = keys
-            self._is_new = True
+        self._arrange(being_loaded)
 
-    def take(self) -> PreloadPlan | None:
-        """The plan, when it has changed since the last call."""
-        if not self._is_new:
-            return None
-        self._is_new = False
-        return PreloadPlan(tuple(OffloadKey(key) for key in self._keys))
-
-    def _wanted_by(
+    def _look_up(
         self,
         scheduler: OffloadingConnectorScheduler,
         kv_cache_manager: KVCacheManager | None,
         request: Request,
-    ) -> Iterable[bytes]:
-        status = scheduler._req_status.get(request.request_id)
-        if status is None or status.transfer_jobs or request.skip_reading_prefix_cache:
-            return ()
-        status.update_offload_keys()
-        local_tokens = 0
-        if kv_cache_manager is not None and kv_cache_manager.enable_caching:
-            local_tokens = kv_cache_manager.coordinator.find_longest_cache_hit(
-                request.block_hashes, request.num_tokens - 1
-            )[1]
-        return self._beyond(status, local_tokens)
+    ) -> tuple[OffloadKey, ...]:
+        from vllm.v1.kv_offload.pykvcache.load_keys import keys_of_load
 
-    def _beyond(self, status: RequestOffloadState, local_tokens: int) -> Iterable[bytes]:
-        """The chunks that a load after that many local tokens would read, if all groups can."""
-        hit_tokens = status.req.num_tokens
-        if status.max_load_tokens is not None:
-            hit_tokens = min(hit_tokens, local_tokens + status.max_load_tokens)
-        groups = list(zip(status.config.kv_group_configs, status.group_states, strict=True))
-        for config, state in groups:
-            if config.sliding_window_size_in_chunks is not None:
-                continue
-            first = local_tokens // config.tokens_per_chunk
-            run = first
-            for key in islice(state.offload_keys, first, hit_tokens // config.tokens_per_chunk):
-                if not self._holds(key):
-                    break
-                run += 1
-            hit_tokens = min(hit_tokens, run * config.tokens_per_chunk)
-        wanted: list[bytes] = []
-        for config, state in groups:
-            first = local_tokens // config.tokens_per_chunk
-            keys = state.offload_keys[first : hit_tokens // config.tokens_per_chunk]
-            window = config.load_window_size_in_chunks(hit_tokens)
-            if window is not None:
-                keys = [key for key in keys[-window:] if self._holds(key)]
-            wanted += keys
-        return wanted
+        try:
+            return keys_of_load(scheduler, kv_cache_manager, request, self._holds)
+        except Exception:
+            _log_failure("what a waiting request would load cannot be told")
+            return ()
+
+    def _arrange(self, being_loaded: set[OffloadKey]) -> None:
+        wanted = [
+            tuple(key for key in known.keys if key not in being_loaded)
+            if known.overlapping
+            else known.keys
+            for known in self._candidates.values()
+        ]
+        if wanted == self._wanted:  # mostly the very same tuples: no key is compared
+            return
+        self._wanted = wanted
+        candidates = zip(self._candidates, wanted, strict=True)
+        self._keys = order_preloads(
+            # A head that loads nothing is no reason to put the next one behind others.
+            [Candidate(req_id, keys) for req_id, keys in candidates if keys],
+            self._chunks_max,
+        )
+
+    def forget(self) -> None:
+        """Look every candidate up again."""
+        self._candidates = {}
+
+    def withdraw(self) -> None:
+        """Want nothing."""
+        self._candidates, self._wanted, self._keys = {}, [], ()
+
+    def take(self) -> PreloadPlan | None:
+        """The plan, if it isn't the one that was taken last."""
+        if self._keys == self._sent:
+            return None
+        self._sent = self._keys
+        return PreloadPlan(tuple(OffloadKey(key) for key in self._keys))
 
 
 def first_requests(queue: RequestQueue, count: int) -> list[Request]:
@@ -195,8 +209,18 @@ def note_candidates(
 ) -> None:
     """The head of the waiting queue, once a step."""
     manager = _manager_of(scheduler)
-    if scheduler is not None and manager is not None:
+    if scheduler is None or manager is None:
+        return
+    try:
         manager.preloads.note(scheduler, kv_cache_manager, requests)
+    except Exception:  # reading ahead is only a help
+        _log_failure("the plan of chunks to read ahead cannot be made")
+        manager.preloads.withdraw()
+
+
+def _log_failure(what: str) -> None:
+    logger.warning_once("KV offloading: %s; nothing is read ahead for it", what)
+    logger.debug("KV offloading: %s", what, exc_info=True)
 
 
 def attach_plan(
