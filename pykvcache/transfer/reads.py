@@ -183,9 +183,10 @@ class Reads:
         return bool(read.claims) or (read.lane is self.ahead and is_listed)
 
     def withdraw(self, key: bytes) -> None:
-        """Nobody will want the chunk that is being read ahead; a read in flight goes on."""
+        """Nobody wants the chunk that is being read ahead; a read in flight goes on, for who
+        may want it again."""
         read = self._by_key.get(key)
-        if read is not None and read.lane is self.ahead:
+        if read is not None and read.lane is self.ahead and read.state is not State.READING:
             self._abandon_read(read)
 
     # --- reading
