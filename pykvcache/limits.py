@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from pykvcache.config import Config
-from pykvcache.transfer.ahead import AheadLimits
 from pykvcache.transfer.core import Limits
+from pykvcache.transfer.preloads import PreloadLimits
 
 
 def limits_of(config: Config, slots: int) -> Limits:
@@ -20,7 +20,7 @@ def limits_of(config: Config, slots: int) -> Limits:
     policy = config.dram_policy
     if policy == "auto":
         policy = "lru" if spare else "none"
-    ahead = AheadLimits(
+    preload = PreloadLimits(
         depth=min(config.preload_depth, config.io_depth),
         slots_max=min(config.preload_slots_max or spare, spare),
         bytes_max=config.preload_bytes_max,
@@ -31,7 +31,7 @@ def limits_of(config: Config, slots: int) -> Limits:
         open_lookahead=config.open_lookahead,
         load_deadline_s=config.load_deadline_s,
         jobs_max=config.mailbox_jobs,
-        ahead=ahead if config.preload_lookahead else AheadLimits(),
+        preload=preload if config.preload_lookahead else PreloadLimits(),
         dram_policy=policy,
         read_bandwidth_max=config.read_bandwidth_max,
         write_bandwidth_max=config.write_bandwidth_max,

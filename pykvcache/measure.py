@@ -22,7 +22,6 @@ from pykvcache.pool import Pool
 from pykvcache.reactor.copier import NoCopier
 from pykvcache.reactor.probe import choose_direct, choose_engine, make_engine
 from pykvcache.reactor.reactor import Reactor
-from pykvcache.transfer.ahead import AheadLimits
 from pykvcache.transfer.core import Limits
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Job, JobResult
 
@@ -62,13 +61,7 @@ class Storage:
 
 @contextmanager
 def open_storage(
-    directory: Path,
-    slot_bytes: int,
-    fingerprint: bytes,
-    config: Config,
-    *,
-    slots: int = 0,
-    ahead: AheadLimits | None = None,
+    directory: Path, slot_bytes: int, fingerprint: bytes, config: Config, *, slots: int = 0
 ) -> Iterator[Storage]:
     """Start a reactor on the directory's filesystem.
 
@@ -78,19 +71,12 @@ def open_storage(
         fingerprint: written into and expected in the trailers.
         config: engine, depth and direct I/O.
         slots: of the pool; by default twice what the configuration needs at least.
-        ahead: limits of reading ahead; by default nothing is, and nothing stays in DRAM.
     """
     direct = choose_direct(config.direct_io, directory)
     engine = choose_engine(config.io_engine, directory, direct.direct)
     pool = Pool(slots or 2 * config.slots_min, slot_bytes)
     pool.populate(pool.slots)
-    limits = Limits(
-        config.io_depth,
-        config.open_lookahead,
-        3600.0,
-        config.mailbox_jobs,
-        ahead=ahead or AheadLimits(),
-    )
+    limits = Limits(config.io_depth, config.open_lookahead, 3600.0, config.mailbox_jobs)
     reactor = Reactor(
         limits,
         pool,

@@ -11,7 +11,7 @@ The rules are those of the paper's section 6.4:
   is written. Stores never hold the last ``io_depth`` slots, so a load finds one;
 * what has been read stays in DRAM while there is room (:mod:`pykvcache.transfer.dram`);
 * ready reads come before new loads, those before stores, and these before reading ahead
-  (:mod:`pykvcache.transfer.ahead`). When the engine is about
+  (:mod:`pykvcache.transfer.preloads`). When the engine is about
   to reuse blocks whose store has not been copied, what finds no slot now is dropped.
 
 Two jobs that want the same chunk share one read. An operation in flight is never
@@ -28,12 +28,12 @@ from typing import Literal
 
 from pykvcache.errors import InvariantError
 from pykvcache.pool import SlotLedger
-from pykvcache.transfer.ahead import Ahead, AheadLimits
 from pykvcache.transfer.bandwidth import Bandwidth
 from pykvcache.transfer.dram import Dram
 from pykvcache.transfer.issue import Budget, Issued, Operation
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from pykvcache.transfer.operations import Completion
+from pykvcache.transfer.preloads import PreloadLimits, Preloads
 from pykvcache.transfer.reads import Reads
 from pykvcache.transfer.records import Records, Write
 from pykvcache.transfer.retention import make_policy
@@ -48,7 +48,7 @@ class Limits:
     open_lookahead: int
     load_deadline_s: float
     jobs_max: int
-    ahead: AheadLimits = field(default_factory=AheadLimits)
+    preload: PreloadLimits = field(default_factory=PreloadLimits)
     dram_policy: Literal["none", "lru", "arc"] = "none"
     read_bandwidth_max: int = 0
     write_bandwidth_max: int = 0
@@ -70,9 +70,9 @@ class TransferCore:
             raise InvariantError(
                 f"{ledger.capacity} slots leave no store beside io_depth {limits.io_depth}"
             )
-        if limits.ahead.slots_max > ledger.capacity - limits.io_depth - 1:
+        if limits.preload.slots_max > ledger.capacity - limits.io_depth - 1:
             raise InvariantError(
-                f"{limits.ahead.slots_max} of {ledger.capacity} slots for reading ahead leave no "
+                f"{limits.preload.slots_max} of {ledger.capacity} slots for reading ahead leave no "
                 f"store beside io_depth {limits.io_depth}"
             )
         self._limits = limits
@@ -82,7 +82,7 @@ class TransferCore:
         self._dram = Dram(
             ledger,
             None if policy == "none" else make_policy(policy, ledger.capacity),
-            staged_max=limits.ahead.slots_max,
+            staged_max=limits.preload.slots_max,
         )
         self._budget = Budget(
             ledger,
@@ -100,7 +100,7 @@ class TransferCore:
             limits.open_lookahead,
             writer,
         )
-        self._ahead = Ahead(self._reads, self._budget, limits.ahead)
+        self._preloads = Preloads(self._reads, self._budget, limits.preload)
         self._closing = False
         self._wake_at: float | None = None
 
@@ -132,7 +132,7 @@ class TransferCore:
         """Read these ahead of the loads that will want them, in this order, and no others."""
         self._records.now = now
         if not self._closing:
-            self._ahead.want(chunks)
+            self._preloads.want(chunks)
 
     def flush(self, job_ids: Iterable[int]) -> None:
         """The device blocks of these stores are about to be reused: at the next turn, copy
@@ -158,7 +158,7 @@ class TransferCore:
         other stores go on."""
         self._records.now = now
         self._closing = True
-        self._ahead.want(())
+        self._preloads.want(())
         for record in self._records:
             if record.is_load:
                 self._reads.give_up(record, Failure.SHUTDOWN)
@@ -191,14 +191,14 @@ class TransferCore:
             if record.is_load and record.deadline <= now:
                 self._reads.give_up(record, Failure.DEADLINE)
         operations: list[Operation] = []
-        self._ahead.prepare(now)
+        self._preloads.prepare(now)
         self._reads.copy_in(operations)
         self._reads.start(operations)
         self._reads.open_files(operations)
         self._writes.copy_out(operations)
         self._writes.start(operations, len(self._reads.demand.opened))
         self._writes.create_files(operations)
-        self._ahead.advance(now, operations, busy=self._writes.is_blocked)
+        self._preloads.advance(now, operations, busy=self._writes.is_blocked)
         wake_at = min(
             self._budget.read_bandwidth.take_wake_at(), self._budget.write_bandwidth.take_wake_at()
         )
@@ -243,8 +243,8 @@ class TransferCore:
             "load_opened": len(self._reads.demand.opened),
             "store_waiting": self._writes.waiting,
             "store_copied": self._writes.copied,
-            "preload_waiting": self._ahead.todo,
-            "preload_opened": len(self._reads.ahead.opened),
+            "preload_waiting": self._preloads.todo,
+            "preload_opened": len(self._reads.preload.opened),
             "io": self._budget.io,
         }
 
@@ -261,7 +261,7 @@ class TransferCore:
     @property
     def preload_failures(self) -> Mapping[Failure, int]:
         """Reads ahead that failed since the start; a load would try again."""
-        return self._ahead.failures
+        return self._preloads.failures
 
     def take_dram_changes(self) -> list[tuple[bytes, int]]:
         """See :meth:`pykvcache.transfer.dram.Dram.take_changes`."""

@@ -31,9 +31,9 @@ class Reads:
         self._ready: list[Read] = []
         self.demand = Lane()
         """Reads that loads wait for."""
-        self.ahead = Lane()
-        """Reads that only :class:`~pykvcache.transfer.ahead.Ahead` has asked for."""
-        self.ahead_failures: list[tuple[bytes, Failure]] = []
+        self.preload = Lane()
+        """Reads that only :class:`~pykvcache.transfer.preloads.Preloads` has asked for."""
+        self.preload_failures: list[tuple[bytes, Failure]] = []
         """Reads ahead that failed; taken by who asked for them."""
         self.bytes_read = 0
         """Bytes that reads of files have returned."""
@@ -69,7 +69,7 @@ class Reads:
     def _read_of(self, chunk: ChunkTransfer) -> Read:
         read = self._by_key.get(chunk.key)
         if read is not None and _same_file(read, chunk):
-            if read.lane is self.ahead:
+            if read.lane is self.preload:
                 self._dram.miss(chunk.key)
                 self._hurry(read)
             return read
@@ -82,10 +82,10 @@ class Reads:
     def _hurry(self, read: Read) -> None:
         """A load wants what was being read ahead."""
         if read.state is State.OPENING:
-            self.ahead.opening -= 1
+            self.preload.opening -= 1
             self.demand.opening += 1
         elif read.state is State.OPENED:
-            self.ahead.opened.remove(read)
+            self.preload.opened.remove(read)
             self.demand.opened.append(read)
         else:
             self._count_reading(read, -1)
@@ -140,8 +140,8 @@ class Reads:
         claims, read.claims = read.claims, []
         for claim in claims:
             self._records.end_chunk(claim.record, claim.chunk, failure)
-        if read.lane is self.ahead:
-            self.ahead_failures.append((read.chunk.key, failure))
+        if read.lane is self.preload:
+            self.preload_failures.append((read.chunk.key, failure))
         self._end_read(read)
 
     # --- opening
@@ -152,9 +152,9 @@ class Reads:
         while self._waiting and lane.opening + len(lane.opened) < self._open_lookahead:
             self._open(self._waiting.popleft(), operations)
 
-    def open_ahead(self, chunk: ChunkTransfer, operations: list[Operation]) -> None:
+    def open_preload(self, chunk: ChunkTransfer, operations: list[Operation]) -> None:
         """Open a file that no load has asked for yet."""
-        read = Read(chunk, self.ahead)
+        read = Read(chunk, self.preload)
         self._by_key[chunk.key] = read
         self._open(read, operations)
 
@@ -180,13 +180,13 @@ class Reads:
 
     def _is_needed(self, read: Read) -> bool:
         is_listed = self._by_key.get(read.chunk.key) is read
-        return bool(read.claims) or (read.lane is self.ahead and is_listed)
+        return bool(read.claims) or (read.lane is self.preload and is_listed)
 
     def withdraw(self, key: bytes) -> None:
         """Nobody wants the chunk that is being read ahead; a read in flight goes on, for who
         may want it again."""
         read = self._by_key.get(key)
-        if read is not None and read.lane is self.ahead and read.state is not State.READING:
+        if read is not None and read.lane is self.preload and read.state is not State.READING:
             self._abandon_read(read)
 
     # --- reading
@@ -202,9 +202,9 @@ class Reads:
         ):
             self._start(opened.popleft(), operations)
 
-    def start_ahead(self, operations: list[Operation]) -> None:
+    def start_preload(self, operations: list[Operation]) -> None:
         """Start the read ahead whose file was opened first."""
-        self._start(self.ahead.opened.popleft(), operations)
+        self._start(self.preload.opened.popleft(), operations)
 
     def _start(self, read: Read, operations: list[Operation]) -> None:
         read.move(Event.ISSUE)

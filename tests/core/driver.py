@@ -11,10 +11,10 @@ from typing import Literal
 
 from pykvcache.layout import PAGE, BlockSpan, ChunkPaths, Defect, file_bytes
 from pykvcache.pool import SlotLedger
-from pykvcache.transfer.ahead import AheadLimits
 from pykvcache.transfer.core import Limits, Operation, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Job, JobResult
 from pykvcache.transfer.operations import Action, Completion, CopyOperation, FileOperation
+from pykvcache.transfer.preloads import PreloadLimits
 
 BLOCKS_PER_CHUNK = 4
 PAYLOAD_BYTES = 2 * PAGE
@@ -43,7 +43,7 @@ def chunk_of(name: str, first: int = 0, count: int = BLOCKS_PER_CHUNK) -> ChunkT
     )
 
 
-def ahead_of(name: str) -> ChunkTransfer:
+def preload_of(name: str) -> ChunkTransfer:
     """The same chunk as it is read ahead: whatever its file holds, without device blocks."""
     return replace(chunk_of(name), span=BlockSpan(0, 0), block_ids=(), copy_bytes=0)
 
@@ -61,7 +61,7 @@ class Driver:
         io_depth: int = 2,
         open_lookahead: int = 4,
         jobs_max: int = 100,
-        ahead: AheadLimits | None = None,
+        preload: PreloadLimits | None = None,
         dram_policy: Literal["none", "lru", "arc"] = "none",
         read_bandwidth_max: int = 0,
         write_bandwidth_max: int = 0,
@@ -72,7 +72,7 @@ class Driver:
             open_lookahead,
             DEADLINE_S,
             jobs_max,
-            ahead=ahead or AheadLimits(),
+            preload=preload or PreloadLimits(),
             dram_policy=dram_policy,
             read_bandwidth_max=read_bandwidth_max,
             write_bandwidth_max=write_bandwidth_max,
@@ -93,7 +93,7 @@ class Driver:
 
     def preload(self, *names: str) -> None:
         """Want these chunks ahead, and no others."""
-        self.core.preload([ahead_of(name) for name in names], self.now)
+        self.core.preload([preload_of(name) for name in names], self.now)
 
     def _submit(
         self, direction: Direction, chunks: tuple[ChunkTransfer, ...], fence: object

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pykvcache.transfer.ahead import AheadLimits
 from pykvcache.transfer.bandwidth import BURST_S, Bandwidth
 from pykvcache.transfer.jobs import Direction
 from pykvcache.transfer.operations import Action
+from pykvcache.transfer.preloads import PreloadLimits
 from tests.core.driver import FILE_BYTES, Driver, chunk_of
 
 RATE = 1_000_000
@@ -93,7 +93,7 @@ def test_reading_ahead_waits_longer_than_a_load() -> None:
     driver = Driver(
         slots=12,
         io_depth=4,
-        ahead=AheadLimits(depth=2, slots_max=5),
+        preload=PreloadLimits(depth=2, slots_max=5),
         read_bandwidth_max=FILE_BYTES,
     )
     driver.preload("a", "b")

@@ -16,26 +16,26 @@ SLOTS_MIN = Config().slots_min
 def test_a_pool_for_staging_alone_keeps_nothing() -> None:
     limits = limits_of(Config(), SLOTS_MIN)
     assert limits.dram_policy == "none"
-    assert limits.ahead.slots_max == 0
+    assert limits.preload.slots_max == 0
 
 
 def test_a_larger_pool_is_a_cache_and_is_read_ahead_into() -> None:
     limits = limits_of(Config(), SLOTS_MIN + 30)
     assert limits.dram_policy == "lru"
-    assert limits.ahead.slots_max == 30
-    assert limits.ahead.depth <= limits.io_depth
+    assert limits.preload.slots_max == 30
+    assert limits.preload.depth <= limits.io_depth
 
 
 @pytest.mark.parametrize("asked", [1, 30, 10_000])
 def test_loads_and_stores_keep_their_slots_whatever_is_asked(asked: int) -> None:
     slots = SLOTS_MIN + 30
     limits = limits_of(Config(preload_slots_max=asked), slots)
-    assert limits.ahead.slots_max == min(asked, 30)
+    assert limits.preload.slots_max == min(asked, 30)
     TransferCore(limits, SlotLedger(slots), "w")
 
 
 def test_no_lookahead_is_no_reading_ahead() -> None:
-    assert limits_of(Config(preload_lookahead=0), 100).ahead.slots_max == 0
+    assert limits_of(Config(preload_lookahead=0), 100).preload.slots_max == 0
 
 
 def test_the_policy_asked_for_is_the_policy() -> None:

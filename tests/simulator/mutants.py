@@ -222,24 +222,24 @@ class ReadsAheadIntoEverySlot(TransferCore):
 
     def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
         super().__init__(limits, ledger, writer)
-        ahead, lane = self._ahead, self._reads.ahead
+        preloads, lane = self._preloads, self._reads.preload
 
         def may_start(now: float) -> bool:
             return bool(
                 lane.opened
                 and self._budget.has_depth
-                and lane.reading < limits.ahead.depth
+                and lane.reading < limits.preload.depth
                 and self._dram.available(demand=False)
             )
 
-        ahead._may_start = may_start  # type: ignore[method-assign]
+        preloads._may_start = may_start  # type: ignore[method-assign]
 
 
 class ForgetsWithdrawals(TransferCore):
     """Reads ahead for requests that are gone."""
 
     def preload(self, chunks: Sequence[ChunkTransfer], now: float) -> None:
-        super().preload([*chunks, *self._ahead._wanted.values()], now)
+        super().preload([*chunks, *self._preloads._wanted.values()], now)
 
 
 class NeverUnpins(TransferCore):

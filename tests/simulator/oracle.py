@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pykvcache.transfer.ahead import OPENED_PER_READ
 from pykvcache.transfer.core import Limits, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from pykvcache.transfer.operations import Action, CopyOperation, FileOperation
+from pykvcache.transfer.preloads import OPENED_PER_READ
 from tests.simulator.watched import WatchedLedger, require
 from tests.simulator.world import Operation, World
 
@@ -49,7 +49,7 @@ class Oracle:
         self.open: dict[int, Entry] = {}
         """Jobs without a result."""
         self.failures: Counter[Failure] = Counter()
-        self.ahead: set[str] = set()
+        self.preloads: set[str] = set()
         """Files to be read ahead."""
         self._limits = limits
         self._ledger = ledger
@@ -60,7 +60,7 @@ class Oracle:
         self._closed = False
         world.is_wanted = self._is_wanted
         world.is_path_wanted = lambda path: self._is_on_path(path, Direction.LOAD)
-        world.is_wanted_ahead = lambda path: path in self.ahead
+        world.is_wanted_ahead = lambda path: path in self.preloads
         world.loads_of = self._loads_of
         world.is_target_wanted = lambda path: self._is_on_path(path, Direction.STORE)
 
@@ -196,14 +196,14 @@ class Oracle:
     ) -> None:
         world, ledger, limits = self._world, self._ledger, self._limits
         queues = core.queue_lengths()
-        demand, ahead = core._reads.demand, core._reads.ahead
+        demand, preload = core._reads.demand, core._reads.preload
         opened, created = len(demand.opened), world.opened(writable=True)
         creating = world.count(Action.CREATE, Action.MKDIR)
-        require(world.opened(writable=False) == opened + len(ahead.opened), "a file is lost")
-        require(world.count(Action.OPEN) == demand.opening + ahead.opening, "an open is lost")
+        require(world.opened(writable=False) == opened + len(preload.opened), "a file is lost")
+        require(world.count(Action.OPEN) == demand.opening + preload.opening, "an open is lost")
         ahead_max = limits.open_lookahead
         opening = demand.opening
-        taken_over = OPENED_PER_READ * limits.ahead.depth  # at most, by loads
+        taken_over = OPENED_PER_READ * limits.preload.depth  # at most, by loads
         require(
             opening + opened <= ahead_max + taken_over, f"{opening} opening + {opened} opened files"
         )
@@ -229,7 +229,7 @@ class Oracle:
 
     def _check_reads_ahead(self, core: TransferCore, operations: list[Operation]) -> None:
         """Reading ahead comes last, and within its budget."""
-        limits, ledger, lane = self._limits.ahead, self._ledger, core._reads.ahead
+        limits, ledger, lane = self._limits.preload, self._ledger, core._reads.preload
         reading = [
             flight.operation.chunk
             for flight in self._world.flights.values()
@@ -258,7 +258,7 @@ class Oracle:
                 ledger.free + ledger.retained >= self._limits.io_depth,
                 "read ahead into the slots kept for loads",
             )
-        require(lane.reading <= max(limits.depth, 0), f"{lane.reading} reads ahead")
+        require(lane.reading <= limits.depth, f"{lane.reading} reads ahead")
         require(core.staged <= limits.slots_max, f"{core.staged} slots hold staged chunks")
         if limits.bytes_max:
             require(lane.reading_bytes <= limits.bytes_max, "too many bytes are read ahead")
@@ -357,8 +357,10 @@ class Oracle:
             require(ledger.retained == core.staged, f"{ledger.retained} slots are kept in vain")
         if self._closed:
             require(not core.staged, f"{core.staged} slots are kept for nobody")
-        ahead = len(core._reads.ahead.opened)
-        require(len(world.descriptors) == ahead, f"descriptors are left open: {world.descriptors}")
-        require(not (ahead and self._closed), f"{ahead} files are open for nobody")
+        preloading = len(core._reads.preload.opened)
+        require(
+            len(world.descriptors) == preloading, f"descriptors are left open: {world.descriptors}"
+        )
+        require(not (preloading and self._closed), f"{preloading} files are open for nobody")
         require(not world.temporaries, f"temporaries are left: {world.temporaries}")
         require(not world.spoilt, f"bad files are left: {world.spoilt}")

@@ -21,9 +21,9 @@ from random import Random
 
 from pykvcache.layout import PAGE, BlockSpan, ChunkPaths, Defect, file_bytes
 from pykvcache.pool import SlotLedger
-from pykvcache.transfer.ahead import AheadLimits
 from pykvcache.transfer.core import Limits, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job
+from pykvcache.transfer.preloads import PreloadLimits
 from tests.simulator.oracle import FAR_DEADLINE_S, Oracle, PendingFlush
 from tests.simulator.watched import Violation, WatchedLedger, require
 from tests.simulator.world import Operation, Weather, World, right_content
@@ -55,10 +55,10 @@ class Simulation:
             open_lookahead=random.randint(1, 6),
             load_deadline_s=random.choice((3.0, 20.0, FAR_DEADLINE_S)),
             jobs_max=random.choice((3, 100, 100)),
-            ahead=random.choice(
+            preload=random.choice(
                 (
-                    AheadLimits(),
-                    AheadLimits(
+                    PreloadLimits(),
+                    PreloadLimits(
                         depth=random.randint(1, 3),
                         slots_max=random.randint(0, spare),
                         bytes_max=random.choice((0, 0, 5 * PAGE)),
@@ -173,7 +173,7 @@ class Simulation:
             for index in self.random.sample(range(KEYS), count)
         ]
         self._note(f"preload {[chunk.key.hex() for chunk in chunks]}")
-        self.oracle.ahead = {chunk.path for chunk in chunks}
+        self.oracle.preloads = {chunk.path for chunk in chunks}
         self.core.preload(chunks, self.now)
 
     def _some_open_jobs(self) -> frozenset[int]:

@@ -25,7 +25,7 @@ OPENED_PER_READ = 2
 
 
 @dataclass(frozen=True, slots=True)
-class AheadLimits:
+class PreloadLimits:
     """Units and reasons are those of :class:`pykvcache.config.Config`; 0 slots: never."""
 
     depth: int = 0
@@ -34,10 +34,10 @@ class AheadLimits:
     ttl_s: float = math.inf
 
 
-class Ahead:
+class Preloads:
     """The chunks wanted ahead, and what has become of them."""
 
-    def __init__(self, reads: Reads, budget: Budget, limits: AheadLimits) -> None:
+    def __init__(self, reads: Reads, budget: Budget, limits: PreloadLimits) -> None:
         self._reads = reads
         self._budget = budget
         self._dram = budget.dram
@@ -96,18 +96,18 @@ class Ahead:
             self._plan()
         if busy or self._reads.is_wanting:
             return
-        for read in list(self._reads.ahead.opened):
+        for read in list(self._reads.preload.opened):
             if read.chunk.key in self._dram:  # stored meanwhile
                 self._reads.withdraw(read.chunk.key)
         while self._may_start(now):
-            self._reads.start_ahead(operations)
+            self._reads.start_preload(operations)
         while self._todo and self._may_open():
             chunk = self._todo.popleft()
             if chunk.key not in self._dram and chunk.key not in self._reads:
-                self._reads.open_ahead(chunk, operations)
+                self._reads.open_preload(chunk, operations)
 
     def _may_open(self) -> bool:
-        lane = self._reads.ahead
+        lane = self._reads.preload
         pending = lane.opening + len(lane.opened)
         return (
             pending < OPENED_PER_READ * self._limits.depth
@@ -115,7 +115,7 @@ class Ahead:
         )
 
     def _may_start(self, now: float) -> bool:
-        lane, budget, limits = self._reads.ahead, self._budget, self._limits
+        lane, budget, limits = self._reads.preload, self._budget, self._limits
         if not lane.opened or not budget.has_depth or lane.reading >= limits.depth:
             return False
         size = lane.opened[0].chunk.file_bytes
@@ -132,10 +132,10 @@ class Ahead:
         if not self._limits.bytes_max:
             return True
         staged = sum(resident.chunk.file_bytes for resident in self._dram.staged.values())
-        return staged + self._reads.ahead.reading_bytes + size <= self._limits.bytes_max
+        return staged + self._reads.preload.reading_bytes + size <= self._limits.bytes_max
 
     def _count_failures(self) -> None:
-        failures, self._reads.ahead_failures = self._reads.ahead_failures, []
+        failures, self._reads.preload_failures = self._reads.preload_failures, []
         for key, failure in failures:
             self.failures[failure] += 1
             if key in self._wanted:

@@ -9,12 +9,12 @@ import pytest
 
 from pykvcache.errors import InvariantError
 from pykvcache.layout import BlockSpan, Defect
-from pykvcache.transfer.ahead import AheadLimits
 from pykvcache.transfer.jobs import Direction, Failure
 from pykvcache.transfer.operations import Action
-from tests.core.driver import FILE_BYTES, Driver, ahead_of, chunk_of
+from pykvcache.transfer.preloads import PreloadLimits
+from tests.core.driver import FILE_BYTES, Driver, chunk_of, preload_of
 
-LIMITS = AheadLimits(depth=2, slots_max=5)
+LIMITS = PreloadLimits(depth=2, slots_max=5)
 """Of a pool of 8 slots with io_depth 2."""
 
 
@@ -25,11 +25,11 @@ def stage(driver: Driver, *names: str) -> None:
 
 
 def test_chunks_are_read_ahead_in_order_and_kept() -> None:
-    driver = Driver(ahead=LIMITS)
+    driver = Driver(preload=LIMITS)
     driver.preload("a", "b", "c")
     driver.advance()
     assert [item.path for item in driver.files(Action.OPEN)] == [
-        ahead_of(name).path for name in "abc"
+        preload_of(name).path for name in "abc"
     ]
     driver.finish()
     assert driver.core.staged == 3
@@ -39,7 +39,7 @@ def test_chunks_are_read_ahead_in_order_and_kept() -> None:
 
 
 def test_a_load_of_a_staged_chunk_only_copies() -> None:
-    driver = Driver(ahead=LIMITS)
+    driver = Driver(preload=LIMITS)
     stage(driver, "a")
     job = driver.load(chunk_of("a"))
     driver.advance()
@@ -51,7 +51,7 @@ def test_a_load_of_a_staged_chunk_only_copies() -> None:
 
 
 def test_a_staged_chunk_stays_while_another_request_wants_it() -> None:
-    driver = Driver(ahead=LIMITS)
+    driver = Driver(preload=LIMITS)
     stage(driver, "a")
     driver.load(chunk_of("a"))
     driver.finish()
@@ -63,7 +63,7 @@ def test_a_staged_chunk_stays_while_another_request_wants_it() -> None:
 
 @pytest.mark.parametrize("when", ["opening", "reading"])
 def test_a_load_takes_over_the_read_in_flight(when: str) -> None:
-    driver = Driver(ahead=LIMITS)
+    driver = Driver(preload=LIMITS)
     driver.preload("a")
     driver.advance()
     if when == "reading":
@@ -78,7 +78,7 @@ def test_a_load_takes_over_the_read_in_flight(when: str) -> None:
 
 
 def test_nothing_is_read_ahead_while_a_load_waits() -> None:
-    driver = Driver(ahead=LIMITS, open_lookahead=1)
+    driver = Driver(preload=LIMITS, open_lookahead=1)
     driver.load(chunk_of("x"), chunk_of("y"))
     driver.preload("a")
     driver.advance()
@@ -89,12 +89,12 @@ def test_nothing_is_read_ahead_while_a_load_waits() -> None:
 
 
 def test_an_opened_read_ahead_waits_for_loads_that_come_after_it() -> None:
-    driver = Driver(ahead=LIMITS, io_depth=1)
+    driver = Driver(preload=LIMITS, io_depth=1)
     driver.preload("a")
     driver.advance()
-    ahead = driver.file(Action.OPEN)
+    preloading = driver.file(Action.OPEN)
     driver.load(chunk_of("x"))
-    driver.complete(ahead)
+    driver.complete(preloading)
     assert not driver.files(Action.READ), "the load's file is being opened"
     driver.complete(driver.file(Action.OPEN))
     reading = driver.file(Action.READ)
@@ -103,7 +103,7 @@ def test_an_opened_read_ahead_waits_for_loads_that_come_after_it() -> None:
 
 
 def test_reads_ahead_have_a_depth_of_their_own() -> None:
-    driver = Driver(slots=20, io_depth=4, ahead=AheadLimits(depth=2, slots_max=10))
+    driver = Driver(slots=20, io_depth=4, preload=PreloadLimits(depth=2, slots_max=10))
     driver.preload(*"abcdef")
     driver.advance()
     driver.complete(driver.files(Action.OPEN))
@@ -111,21 +111,21 @@ def test_reads_ahead_have_a_depth_of_their_own() -> None:
 
 
 def test_the_slots_of_loads_are_left_alone() -> None:
-    driver = Driver(slots=4, io_depth=2, ahead=AheadLimits(depth=2, slots_max=1))
+    driver = Driver(slots=4, io_depth=2, preload=PreloadLimits(depth=2, slots_max=1))
     stage(driver, *"abc")
     assert driver.core.staged == 1
     with pytest.raises(InvariantError, match="leave no store"):
-        Driver(slots=4, io_depth=2, ahead=AheadLimits(depth=2, slots_max=2))
+        Driver(slots=4, io_depth=2, preload=PreloadLimits(depth=2, slots_max=2))
 
 
 def test_bytes_have_a_budget() -> None:
-    driver = Driver(ahead=AheadLimits(depth=2, slots_max=5, bytes_max=2 * FILE_BYTES))
+    driver = Driver(preload=PreloadLimits(depth=2, slots_max=5, bytes_max=2 * FILE_BYTES))
     stage(driver, *"abc")
     assert driver.core.staged == 2
 
 
 def test_a_load_takes_the_slot_of_what_is_wanted_last() -> None:
-    driver = Driver(slots=4, io_depth=1, ahead=AheadLimits(depth=1, slots_max=2))
+    driver = Driver(slots=4, io_depth=1, preload=PreloadLimits(depth=1, slots_max=2))
     stage(driver, "a", "b")
     jobs = [driver.load(chunk_of(name)) for name in "vwxyz"]
     driver.advance()
@@ -141,7 +141,7 @@ def test_a_load_takes_the_slot_of_what_is_wanted_last() -> None:
 
 
 def test_stores_do_not_take_staged_chunks() -> None:
-    driver = Driver(slots=4, io_depth=1, ahead=AheadLimits(depth=1, slots_max=2))
+    driver = Driver(slots=4, io_depth=1, preload=PreloadLimits(depth=1, slots_max=2))
     stage(driver, "a", "b")
     job = driver.store(*map(chunk_of, "xyz"))
     driver.advance()
@@ -152,7 +152,7 @@ def test_stores_do_not_take_staged_chunks() -> None:
 
 
 def test_withdrawn_chunks_are_forgotten() -> None:
-    driver = Driver(ahead=LIMITS)
+    driver = Driver(preload=LIMITS)
     driver.preload("a", "b")
     driver.advance()
     first, second = driver.files(Action.OPEN)
@@ -165,7 +165,7 @@ def test_withdrawn_chunks_are_forgotten() -> None:
 
 
 def test_a_failed_read_ahead_is_counted_and_not_repeated() -> None:
-    driver = Driver(ahead=LIMITS)
+    driver = Driver(preload=LIMITS)
     driver.preload("a")
     driver.advance()
     driver.complete(driver.file(Action.OPEN), -errno.ENOENT)
@@ -182,7 +182,7 @@ def test_a_failed_read_ahead_is_counted_and_not_repeated() -> None:
 
 
 def test_a_bad_file_is_removed() -> None:
-    driver = Driver(ahead=LIMITS)
+    driver = Driver(preload=LIMITS)
     driver.preload("a")
     driver.advance()
     driver.complete(driver.file(Action.OPEN))
@@ -192,7 +192,7 @@ def test_a_bad_file_is_removed() -> None:
 
 
 def test_a_file_read_ahead_may_hold_less_than_a_load_wants() -> None:
-    driver = Driver(ahead=LIMITS)
+    driver = Driver(preload=LIMITS)
     driver.preload("a")
     driver.advance()
     driver.complete(driver.file(Action.OPEN))
@@ -203,7 +203,7 @@ def test_a_file_read_ahead_may_hold_less_than_a_load_wants() -> None:
 
 
 def test_staged_chunks_age_out() -> None:
-    driver = Driver(ahead=AheadLimits(depth=2, slots_max=5, ttl_s=10.0))
+    driver = Driver(preload=PreloadLimits(depth=2, slots_max=5, ttl_s=10.0))
     stage(driver, "a")
     driver.now = 9.0
     driver.advance()
@@ -217,7 +217,7 @@ def test_staged_chunks_age_out() -> None:
 
 
 def test_closing_ends_reading_ahead() -> None:
-    driver = Driver(ahead=LIMITS)
+    driver = Driver(preload=LIMITS)
     stage(driver, "a")
     driver.preload("b")
     driver.advance()
