@@ -871,3 +871,17 @@ def test_reset_looks_everything_up_again(make_engine: MakeEngine) -> None:
     engine.manager.reset_cache()
     engine.step()
     assert engine.plan == keys[:1]
+
+
+def test_what_was_planned_before_a_reset_is_withdrawn_when_nothing_waits(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
+    engine.occupy()
+    engine.add("B", 2)
+    engine.step()
+    assert engine.plan
+    engine.manager.reset_cache()
+    engine.abort("B")
+    engine.step()
+    assert engine.plan == []

@@ -106,7 +106,7 @@ class PreloadPlanner:
     ) -> None:
         """Take the head of the queue. Looks only at requests that are new in it, and at
         :data:`REFRESHES_PER_STEP` that were looked at :data:`REFRESH_S` ago."""
-        if not requests and not self._candidates:
+        if not requests and not self._candidates and not self._keys:
             return
         # What is on its way to the GPU will be found in its prefix cache by whoever waits too.
         being_loaded = scheduler._chunks_being_loaded or set()
