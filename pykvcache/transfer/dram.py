@@ -123,8 +123,18 @@ class Dram:
         now: float,
         *,
         pinned: bool,
+        cold: bool = False,
     ) -> Resident:
-        """The leased slot holds the chunk from now on; unpinned, nobody has asked for it yet."""
+        """The leased slot holds the chunk from now on.
+
+        Args:
+            chunk: names its key and file.
+            span: the blocks that the slot holds data of.
+            slot: where it is.
+            now: seconds.
+            pinned: whether a copy is about to read it.
+            cold: whether no request has used it yet.
+        """
         resident = Resident(chunk, span, slot, now, pins=int(pinned))
         there = self._residents.get(chunk.key)
         if there is not None and there.pins:
@@ -135,7 +145,7 @@ class Dram:
             self._residents[chunk.key] = resident
             self._changes.append((chunk.key, 1))
             if self._policy is not None:
-                self._policy.admit(chunk.key, cold=not pinned)
+                self._policy.admit(chunk.key, cold=cold)
         if not pinned:
             self._settle(resident)
         return resident

@@ -248,6 +248,7 @@ class Reads:
             slot,
             self._records.now,
             pinned=bool(read.claims),
+            cold=not read.claims,
         )
         if not read.claims:
             read.resident = None
