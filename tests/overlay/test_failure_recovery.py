@@ -9,24 +9,16 @@ neither stops stepping while a request waits nor goes round for ever.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.pykvcache.failures", reason="needs the patched vLLM")
 
-import torch
 from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
     VllmConfig,
     set_current_vllm_config,
 )
@@ -44,12 +36,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -73,13 +60,20 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from tests.overlay.small_vllm import (
+    BLOCKS_PER_CHUNK,
+    TOKENS_PER_BLOCK,
+    TOKENS_PER_CHUNK,
+    device_caches,
+    full_attention,
+    kv_cache_config,
+    offloading_config,
+    opt_folder,
+    sliding_window,
+)
 from vllm import SamplingParams
 from vllm.v1.kv_offload.pykvcache.failures import ChunkTransferResult
 
-TOKENS_PER_BLOCK = 16
-BLOCKS_PER_CHUNK = 2
-TOKENS_PER_CHUNK = TOKENS_PER_BLOCK * BLOCKS_PER_CHUNK
-NUM_GPU_BLOCKS = 200
 STEPS_MAX = 80
 """Far more than any case needs; reached only when something goes round for ever."""
 
@@ -230,22 +224,6 @@ class ScriptedWorker(OffloadingWorker):
         ]
 
 
-def full_attention() -> KVCacheSpec:
-    return FullAttentionSpec(
-        block_size=TOKENS_PER_BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32
-    )
-
-
-def sliding_window() -> KVCacheSpec:
-    return SlidingWindowSpec(
-        block_size=TOKENS_PER_BLOCK,
-        num_kv_heads=1,
-        head_size=8,
-        dtype=torch.float32,
-        sliding_window=TOKENS_PER_CHUNK * 2,
-    )
-
-
 @dataclass
 class Setup:
     """What the parametrized fixture chose."""
@@ -282,7 +260,7 @@ class Engine:
         self._aggregator = KVOutputAggregator(self.world_size)
         self._register_spec()
         self.config = self._vllm_config()
-        self.kv_cache_config = self._kv_cache_config()
+        self.kv_cache_config = kv_cache_config(self.specs)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(
             self.kv_cache_config, self.config
         )
@@ -315,75 +293,24 @@ class Engine:
         )
 
     def _vllm_config(self) -> VllmConfig:
-        cache = CacheConfig(block_size=TOKENS_PER_BLOCK, enable_prefix_caching=True)
-        cache.kv_cache_layout = "LBNHC"
-        cache.num_gpu_blocks = NUM_GPU_BLOCKS
-        connector: dict[str, Any] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "FakeSpec",
-                "block_size": TOKENS_PER_CHUNK,
-            },
-        }
-        if self.inside_multi_connector:
-            connector = {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"connectors": [connector]},
-            }
-        if self.policy is not None:
-            connector["kv_load_failure_policy"] = self.policy
-        config = VllmConfig(
-            model_config=ModelConfig(
-                model=str(self.setup.model_dir),
-                skip_tokenizer_init=True,
-                dtype="float32",
-                max_model_len=2048,
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=8,
-                max_num_batched_tokens=4096,
-                max_model_len=2048,
-                is_encoder_decoder=False,
-                disable_hybrid_kv_cache_manager=False,
-            ),
-            cache_config=cache,
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(**connector),
+        policy = {} if self.policy is None else {"kv_load_failure_policy": self.policy}
+        config = offloading_config(
+            self.setup.model_dir,
+            "FakeSpec",
+            inside_multi_connector=self.inside_multi_connector,
+            connector=policy,
+            max_num_seqs=8,
         )
         config.scheduler_config.async_scheduling = self.setup.async_scheduling
         config.parallel_config.world_size = self.world_size
         return config
-
-    def _kv_cache_config(self) -> KVCacheConfig:
-        groups = [
-            KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(self.specs)
-        ]
-        return KVCacheConfig(
-            num_blocks=NUM_GPU_BLOCKS,
-            kv_cache_groups=groups,
-            kv_cache_tensors=[
-                KVCacheTensor(
-                    size=group.kv_cache_spec.page_size_bytes * NUM_GPU_BLOCKS,
-                    layers=group.layer_names,
-                    layer_stride=group.kv_cache_spec.page_size_bytes * NUM_GPU_BLOCKS,
-                    block_stride=group.kv_cache_spec.page_size_bytes,
-                )
-                for group in groups
-            ],
-        )
 
     def _rank(self) -> Callable[[SchedulerOutput], KVConnectorOutput | None]:
         """One worker's share of a step, by the code of one of vLLM's two model runners."""
         connector = KVConnectorFactory.create_connector(
             self.config, KVConnectorRole.WORKER, self.kv_cache_config
         )
-        caches = {
-            name: torch.zeros(NUM_GPU_BLOCKS, 2, TOKENS_PER_BLOCK, 1, 8)
-            for group in self.kv_cache_config.kv_cache_groups
-            for name in group.layer_names
-        }
+        caches = device_caches(self.kv_cache_config)
         use = self.setup.monkeypatch.setattr
         use(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
         if self.setup.model_runner == "v2":
@@ -503,21 +430,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "hidden_size": 16,
-        "ffn_dim": 16,
-        "num_attention_heads": 1,
-        "num_hidden_layers": 1,
-        "max_position_embeddings": 2048,
-        "vocab_size": 4096,
-        "word_embed_proj_dim": 16,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return opt_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(params=["v1-sync", "v1-async", "v2-async"])

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -19,24 +17,13 @@ from vllm.config.cache import KVOffloadingBackend
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from tests.overlay.small_vllm import opt_folder
 from vllm.v1.kv_offload.pykvcache import backend
 
 
 @pytest.fixture(scope="module")
 def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder: Path = tmp_path_factory.mktemp("model")
-    config = {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "hidden_size": 16,
-        "ffn_dim": 16,
-        "num_attention_heads": 1,
-        "num_hidden_layers": 1,
-        "vocab_size": 128,
-        "word_embed_proj_dim": 16,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = opt_folder(tmp_path_factory.mktemp("model"), vocab_size=128)
     return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32")
 
 

@@ -4,7 +4,6 @@ connector. Chunks are empty files; only the model and the transfers are made up.
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -16,13 +15,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.pykvcache.preload", reason="needs the patched vLLM")
 
-import torch
 from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -47,12 +40,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -75,15 +63,22 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from pykvcache.config import Config
 from pykvcache.layout import ChunkPaths
+from tests.overlay.small_vllm import (
+    TOKENS_PER_BLOCK,
+    TOKENS_PER_CHUNK,
+    device_caches,
+    full_attention,
+    kv_cache_config,
+    offloading_config,
+    opt_folder,
+    sliding_window,
+)
 from vllm import SamplingParams
 from vllm.v1.kv_offload.pykvcache.manager import PyKVCacheManager
 from vllm.v1.kv_offload.pykvcache.plan import ChunkSpec
 from vllm.v1.kv_offload.pykvcache.preload import PreloadPlan, first_requests
 from vllm.v1.kv_offload.pykvcache.worker import PyKVCacheWorker
 
-TOKENS_PER_BLOCK = 16
-TOKENS_PER_CHUNK = 32
-NUM_GPU_BLOCKS = 200
 STEPS_MAX = 60
 LOOKAHEAD = 3
 
@@ -135,22 +130,6 @@ class RecordingWorker(PyKVCacheWorker):
         pass
 
 
-def full_attention() -> KVCacheSpec:
-    return FullAttentionSpec(
-        block_size=TOKENS_PER_BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32
-    )
-
-
-def sliding_window() -> KVCacheSpec:
-    return SlidingWindowSpec(
-        block_size=TOKENS_PER_BLOCK,
-        num_kv_heads=1,
-        head_size=8,
-        dtype=torch.float32,
-        sliding_window=2 * TOKENS_PER_CHUNK,
-    )
-
-
 @dataclass
 class Engine:
     """One request runs at a time; the others wait."""
@@ -173,7 +152,7 @@ class Engine:
         self.steps = 0
         self._register_spec()
         self.config = self._vllm_config()
-        cache = self._kv_cache_config()
+        cache = kv_cache_config(self.specs)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, self.config)
         self.scheduler = Scheduler(
             vllm_config=self.config,
@@ -186,13 +165,7 @@ class Engine:
         self.worker_connector = KVConnectorFactory.create_connector(
             self.config, KVConnectorRole.WORKER, cache
         )
-        self.worker_connector.register_kv_caches(
-            {
-                name: torch.zeros(NUM_GPU_BLOCKS, 2, TOKENS_PER_BLOCK, 1, 8)
-                for group in cache.kv_cache_groups
-                for name in group.layer_names
-            }
-        )
+        self.worker_connector.register_kv_caches(device_caches(cache))
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(TOKENS_PER_BLOCK, sha256)
 
@@ -209,58 +182,15 @@ class Engine:
         self.monkeypatch.setitem(OffloadingSpecFactory._registry, "FakeSpec", lambda: FakeSpec)
 
     def _vllm_config(self) -> VllmConfig:
-        cache = CacheConfig(block_size=TOKENS_PER_BLOCK, enable_prefix_caching=True)
-        cache.kv_cache_layout = "LBNHC"
-        cache.num_gpu_blocks = NUM_GPU_BLOCKS
-        connector: dict[str, Any] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"spec_name": "FakeSpec", "block_size": TOKENS_PER_CHUNK},
-        }
-        if self.inside_multi_connector:
-            connector = {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"connectors": [connector]},
-            }
-        config = VllmConfig(
-            model_config=ModelConfig(
-                model=str(self.model_dir),
-                skip_tokenizer_init=True,
-                dtype="float32",
-                max_model_len=2048,
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=1,
-                max_num_batched_tokens=4096,
-                max_model_len=2048,
-                is_encoder_decoder=False,
-                disable_hybrid_kv_cache_manager=False,
-                policy=self.policy,
-            ),
-            cache_config=cache,
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(**connector),
+        config = offloading_config(
+            self.model_dir,
+            "FakeSpec",
+            inside_multi_connector=self.inside_multi_connector,
+            max_num_seqs=1,
+            policy=self.policy,
         )
         config.scheduler_config.async_scheduling = False
         return config
-
-    def _kv_cache_config(self) -> KVCacheConfig:
-        groups = [KVCacheGroupSpec([f"layer{at}"], spec) for at, spec in enumerate(self.specs)]
-        size = groups[0].kv_cache_spec.page_size_bytes
-        return KVCacheConfig(
-            num_blocks=NUM_GPU_BLOCKS,
-            kv_cache_groups=groups,
-            kv_cache_tensors=[
-                KVCacheTensor(
-                    size=size * NUM_GPU_BLOCKS,
-                    layers=group.layer_names,
-                    layer_stride=size * NUM_GPU_BLOCKS,
-                    block_stride=size,
-                )
-                for group in groups
-            ],
-        )
 
     def request(
         self,
@@ -370,21 +300,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "hidden_size": 16,
-        "ffn_dim": 16,
-        "num_attention_heads": 1,
-        "num_hidden_layers": 1,
-        "max_position_embeddings": 2048,
-        "vocab_size": 4096,
-        "word_embed_proj_dim": 16,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return opt_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
