@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import select
 import time
@@ -22,6 +21,8 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+from benchmarks.hashes import chunk_hashes
 
 _POLL_S = 0.01
 
@@ -44,8 +45,7 @@ class NativeTier:
     def write(self, generation: int) -> tuple[float, float]:
         """Store every chunk under a name of this generation; seconds, and seconds of CPU."""
         self._keys = [
-            make_offload_key(hashlib.sha256(f"{generation} {chunk}".encode()).digest(), 0)
-            for chunk in range(self._chunks)
+            make_offload_key(digest, 0) for digest in chunk_hashes(generation, self._chunks)
         ]
         for key in self._keys:
             Path(self._tier.file_mapper.get_file_name(key)).parent.mkdir(

@@ -18,7 +18,6 @@ deletes files to write them again measures the search past the deleted ones.
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import json
 import os
@@ -38,6 +37,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.fio import FioMissingError, fio_gb_per_s, require_fio
+from benchmarks.hashes import chunk_hashes
 from benchmarks.interpreter import stall_and_slowdown, switch_interval
 from benchmarks.native_tier import NativeTier
 from pykvcache.config import Config
@@ -221,11 +221,7 @@ def truncate_files(directory: Path) -> None:
 
 def _chunks(directory: Path, case: Case, generation: int) -> list[ChunkTransfer]:
     paths = ChunkPaths(directory)
-    # Hashes, as in a cache: they spread the files over directories.
-    keys = [
-        hashlib.sha256(f"{generation} {number}".encode()).digest() + bytes(4)
-        for number in range(case.chunks)
-    ]
+    keys = [digest + bytes(4) for digest in chunk_hashes(generation, case.chunks)]
     # The trailer is part of the file: the payload is a page less, so that sizes are round.
     return [plain_chunk(key, paths.final(key), case.chunk_bytes - PAGE) for key in keys]
 

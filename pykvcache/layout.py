@@ -140,16 +140,6 @@ def decode_trailer(page: memoryview | bytes) -> Trailer | Defect:
     )
 
 
-def find_defect(
-    page: memoryview | bytes, *, key: bytes, fingerprint: bytes, payload_bytes: int, span: BlockSpan
-) -> Defect | None:
-    """Compare a trailer page with what a load expects; None when it is that chunk."""
-    found = find_span(
-        page, key=key, fingerprint=fingerprint, payload_bytes=payload_bytes, span=span
-    )
-    return found if isinstance(found, Defect) else None
-
-
 def find_span(
     page: memoryview | bytes, *, key: bytes, fingerprint: bytes, payload_bytes: int, span: BlockSpan
 ) -> BlockSpan | Defect:

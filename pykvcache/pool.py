@@ -71,9 +71,7 @@ class SlotLedger:
         Raises:
             InvariantError: it is not leased.
         """
-        if slot not in self._leased:
-            raise InvariantError(f"slot {slot} is released but not leased")
-        self._leased.remove(slot)
+        self._take(slot, self._leased, "released but not leased")
         self._free.append(slot)
         self._check()
 
@@ -83,9 +81,7 @@ class SlotLedger:
         Raises:
             InvariantError: it is not leased.
         """
-        if slot not in self._leased:
-            raise InvariantError(f"slot {slot} is retained but not leased")
-        self._leased.remove(slot)
+        self._take(slot, self._leased, "retained but not leased")
         self._retained.add(slot)
         self._check()
 
@@ -95,11 +91,15 @@ class SlotLedger:
         Raises:
             InvariantError: it is not retained.
         """
-        if slot not in self._retained:
-            raise InvariantError(f"slot {slot} is used again but not retained")
-        self._retained.remove(slot)
+        self._take(slot, self._retained, "used again but not retained")
         self._leased.add(slot)
         self._check()
+
+    @staticmethod
+    def _take(slot: int, slots: set[int], mistake: str) -> None:
+        if slot not in slots:
+            raise InvariantError(f"slot {slot} is {mistake}")
+        slots.remove(slot)
 
     def _check(self) -> None:
         if len(self._free) + len(self._leased) + len(self._retained) != self.capacity:

@@ -72,9 +72,10 @@ class RetentionPolicy(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    def _require(self, holds: bool, key: bytes, what: str) -> None:
-        if not holds:
-            raise InvariantError(f"chunk {key.hex()} {what}")
+
+def _require(holds: bool, key: bytes, what: str) -> None:
+    if not holds:
+        raise InvariantError(f"chunk {key.hex()} {what}")
 
 
 def _first(keys: _Keys, may_evict: Callable[[bytes], bool]) -> bytes | None:
@@ -89,15 +90,15 @@ class LruPolicy(RetentionPolicy):
         self._keys: _Keys = OrderedDict()
 
     def hit(self, key: bytes) -> None:
-        self._require(key in self._keys, key, "is hit but not resident")
+        _require(key in self._keys, key, "is hit but not resident")
         self._keys.move_to_end(key)
 
     def miss(self, key: bytes) -> None:
-        self._require(key not in self._keys, key, "is missed but resident")
+        _require(key not in self._keys, key, "is missed but resident")
 
     def admit(self, key: bytes, *, cold: bool = False) -> None:
-        self._require(key not in self._keys, key, "is admitted twice")
-        self._require(len(self._keys) < self.capacity, key, "is admitted beyond the capacity")
+        _require(key not in self._keys, key, "is admitted twice")
+        _require(len(self._keys) < self.capacity, key, "is admitted beyond the capacity")
         self._keys[key] = None
         if cold:
             self._keys.move_to_end(key, last=False)
@@ -142,13 +143,13 @@ class ArcPolicy(RetentionPolicy):
         self._incoming_from_b2 = False
 
     def hit(self, key: bytes) -> None:
-        self._require(key in self, key, "is hit but not resident")
+        _require(key in self, key, "is hit but not resident")
         self._t1.pop(key, None)
         self._t2.pop(key, None)
         self._t2[key] = None
 
     def miss(self, key: bytes) -> None:
-        self._require(key not in self, key, "is missed but resident")
+        _require(key not in self, key, "is missed but resident")
         self._incoming_from_b2 = key in self._b2
         b1, b2 = len(self._b1), len(self._b2)
         if key in self._b1:
@@ -172,8 +173,8 @@ class ArcPolicy(RetentionPolicy):
         return len(self._t1) + len(self._t2) + len(self._b1) + len(self._b2)
 
     def admit(self, key: bytes, *, cold: bool = False) -> None:
-        self._require(key not in self, key, "is admitted twice")
-        self._require(len(self) < self.capacity, key, "is admitted beyond the capacity")
+        _require(key not in self, key, "is admitted twice")
+        _require(len(self) < self.capacity, key, "is admitted beyond the capacity")
         was_ghost = key in self._b1 or key in self._b2
         self._b1.pop(key, None)
         self._b2.pop(key, None)

@@ -71,7 +71,9 @@ class PyKVCacheWorker(OffloadingWorker):
             if choice.fallback and asked == "auto":
                 logger.warning("KV offloading: %s", choice.why)
         pool = Pool(slots, geometry.slot_bytes)
-        pool.populate(2 * options.slots_min)  # what a busy queue uses; slots are reused at once
+        pool.populate(
+            2 * options.slots_min
+        )  # for a busy queue; the DRAM tier fills the others later
         tensors = [tensor.tensor for tensor in caches.tensors]
         copier = make_copier(tensors, geometry, pool, _copy_batch())
         limits = limits_of(options, slots)
