@@ -23,6 +23,7 @@ lint: env ## check style, format and types
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) -m mypy --follow-imports=silent --explicit-package-bases vllm/v1/kv_offload/pykvcache
 
 demo: env ## serve a model, restart it, answer from disk
 	@$(PY) scripts/demo.py $(ARGS)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import CpuArchEnum, current_platform
-from vllm.version import __version__
+from vllm.version import __version__  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

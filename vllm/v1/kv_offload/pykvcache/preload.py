@@ -237,7 +237,9 @@ def hand_over(
     connector_worker: OffloadingConnectorWorker, metadata: OffloadingConnectorMetadata
 ) -> None:
     """Give the plan to the worker; after the step's loads, which claim what is staged."""
-    if metadata.preload is not None:
+    from vllm.v1.kv_offload.pykvcache.worker import PyKVCacheWorker
+
+    if metadata.preload is not None and isinstance(connector_worker.worker, PyKVCacheWorker):
         connector_worker.worker.preload(metadata.preload)
 
 
@@ -245,10 +247,10 @@ def add_report(
     connector_worker: OffloadingConnectorWorker | None, metadata: OffloadingWorkerMetadata | None
 ) -> OffloadingWorkerMetadata | None:
     """Add which chunks came into this rank's pool or left it."""
-    take: Callable[[], dict[OffloadKey, int]] | None = getattr(
-        getattr(connector_worker, "worker", None), "take_dram_changes", None
-    )
-    changes = take() if take is not None else None
+    from vllm.v1.kv_offload.pykvcache.worker import PyKVCacheWorker
+
+    worker = connector_worker.worker if connector_worker is not None else None
+    changes = worker.take_dram_changes() if isinstance(worker, PyKVCacheWorker) else None
     if not changes:
         return metadata
     if metadata is None:

@@ -114,7 +114,7 @@ class PyKVCacheWorker(OffloadingWorker):
             "on" if direct.direct else "off",
             direct.why,
             options.io_depth,
-            limits.ahead.slots_max,
+            limits.preload.slots_max,
             limits.dram_policy,
         )
 
