@@ -75,7 +75,7 @@ def open_storage(
     direct = choose_direct(config.direct_io, directory)
     engine = choose_engine(config.io_engine, directory, direct.direct)
     pool = Pool(slots or 2 * config.slots_min, slot_bytes)
-    pool.populate(pool.slots)
+    pool.populate(0, pool.slots)
     limits = Limits(config.io_depth, config.open_lookahead, 3600.0, config.mailbox_jobs)
     reactor = Reactor(
         limits,

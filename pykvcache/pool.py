@@ -5,8 +5,8 @@ Kernel facts behind the choices here: contiguous physical memory is the largest 
 on direct I/O throughput (a bio takes few segments when they are large), and only a
 private anonymous mapping gets transparent huge pages from ``madvise`` with the usual
 settings; on a shared mapping the advice is silently ignored (madvise(2)).
-Pages are touched when a slot is first used, and slots are handed out last-in first-out,
-so a pool that is never full never costs its whole size.
+The kernel zeroes a page when it is first touched, which on a virtual machine takes longer than
+the read into it. Touching the pool is therefore not left to the transfers (:meth:`Pool.populate`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import threading
 
 from pykvcache.errors import ConfigError, InvariantError
 from pykvcache.layout import PAGE
@@ -130,13 +131,35 @@ class Pool:
         self.address = start + self._offset
         self.memory = view[self._offset : self._offset + self.size]
 
-    def populate(self, slots: int) -> None:
-        """Touch the first slots now, so that the first transfers don't wait for the kernel to
-        zero their pages (MADV_POPULATE_WRITE, Linux 5.14; without it they do wait)."""
-        with contextlib.suppress(OSError):
-            self._mapping.madvise(
-                _MADV_POPULATE_WRITE, self._offset, min(slots, self.slots) * self.slot_bytes
+    def populate(self, first: int, end: int) -> None:
+        """Touch the slots from ``first`` to before ``end``, so that no transfer waits for the
+        kernel to zero their pages (MADV_POPULATE_WRITE, Linux 5.14; without it they do wait).
+
+        Slots in use keep what they hold. The interpreter lock is not held meanwhile, as
+        ``mmap.madvise`` would.
+        """
+        start = self.address + first * self.slot_bytes
+        length = (min(end, self.slots) - first) * self.slot_bytes
+        if length > 0:
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
             )
+
+    def populate_in_background(self, first: int) -> threading.Thread:
+        """Touch all slots from ``first`` on, in the order in which the ledger leases them.
+
+        A DRAM tier goes through the whole pool before it uses a slot again, so that every
+        one of its first transfers would pay otherwise.
+        """
+        thread = threading.Thread(
+            target=self._populate_each, args=(first,), name="pykvcache-populate", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _populate_each(self, first: int) -> None:
+        for slot in range(first, self.slots):
+            self.populate(slot, slot + 1)
 
     def view(self, slot: int) -> memoryview:
         """The slot's memory, writable, ``slot_bytes`` long."""

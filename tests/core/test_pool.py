@@ -110,14 +110,27 @@ def test_the_pool_is_not_touched_before_it_is_used() -> None:
 def test_populating_touches_the_slots_that_are_leased_first() -> None:
     pool = Pool(slots=16, slot_bytes=4 * HUGE_PAGE)
     before = resident_bytes()
-    pool.populate(8)
+    pool.populate(0, 8)
     grown = resident_bytes() - before
     if grown == 0:
         pytest.skip("this kernel is older than MADV_POPULATE_WRITE")
     assert 8 * pool.slot_bytes * 0.9 < grown < 10 * pool.slot_bytes
-    pool.populate(100)
+    pool.populate(8, 100)
     assert resident_bytes() - before < pool.size + 4 * HUGE_PAGE
     assert SlotLedger(16).lease() == 0
+
+
+def test_populating_in_the_background_touches_the_rest_and_changes_nothing() -> None:
+    pool = Pool(slots=16, slot_bytes=HUGE_PAGE + PAGE)
+    pool.populate(0, 1)
+    before = resident_bytes()
+    pool.view(9)[:4] = b"kept"
+    pool.populate_in_background(1).join()
+    grown = resident_bytes() - before
+    if grown <= HUGE_PAGE:
+        pytest.skip("this kernel is older than MADV_POPULATE_WRITE")
+    assert grown > 14 * pool.slot_bytes
+    assert bytes(pool.view(9)[:4]) == b"kept"
 
 
 @pytest.mark.skipif(

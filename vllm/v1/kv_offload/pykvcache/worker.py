@@ -71,9 +71,7 @@ class PyKVCacheWorker(OffloadingWorker):
             if choice.fallback and asked == "auto":
                 logger.warning("KV offloading: %s", choice.why)
         pool = Pool(slots, geometry.slot_bytes)
-        pool.populate(
-            2 * options.slots_min
-        )  # for a busy queue; the DRAM tier fills the others later
+        pool.populate(0, 2 * options.slots_min)
         tensors = [tensor.tensor for tensor in caches.tensors]
         copier = make_copier(tensors, geometry, pool, _copy_batch())
         limits = limits_of(options, slots)
@@ -95,6 +93,7 @@ class PyKVCacheWorker(OffloadingWorker):
         self._refused: list[ChunkTransferResult] = []
         self._metrics = WorkerMetrics(parallel.rank)
         self._reactor.start()
+        pool.populate_in_background(2 * options.slots_min)
         if options.switch_interval_s:
             sys.setswitchinterval(min(sys.getswitchinterval(), options.switch_interval_s))
         logger.info(
