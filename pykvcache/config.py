@@ -186,6 +186,14 @@ class Config(BaseModel):
         le=60,
         description="Seconds the engine waits at most for device copies of blocks it reuses.",
     )
+    idle_wait_s: float = Field(
+        default=0.005,
+        ge=0,
+        le=1,
+        description="Seconds an engine step that has nothing to compute waits at most for a "
+        "transfer to end (0: asks again at once). A new request waits no longer than this, and "
+        "the processor is left to the transfer.",
+    )
     mailbox_jobs: int = Field(
         default=4096,
         ge=1,

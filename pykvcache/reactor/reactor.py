@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 
 from pykvcache.layout import PAGE, Defect, Trailer, find_span, padded
 from pykvcache.pool import Pool, SlotLedger
+from pykvcache.reactor.affinity import spread_over_process
 from pykvcache.reactor.copier import Copier
 from pykvcache.reactor.engine import IoEngine
+from pykvcache.reactor.outbox import Outbox
 from pykvcache.transfer.core import Limits, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Failure, Job, JobResult
 from pykvcache.transfer.operations import (
@@ -115,8 +117,8 @@ class Reactor:
         self._writer = writer.encode()
         self._clock = clock
         self._mailbox: deque[_Message] = deque()
-        self._results: deque[JobResult] = deque()
-        self._dram_changes: deque[tuple[bytes, int]] = deque()
+        self._results: Outbox[JobResult] = Outbox()
+        self._dram_changes: Outbox[tuple[bytes, int]] = Outbox()
         self._flushes: list[_Flush] = []
         self._open: dict[int, Job] = {}
         self._expected: dict[int, FileOperation] = {}
@@ -164,17 +166,15 @@ class Reactor:
 
     def take_dram_changes(self) -> list[tuple[bytes, int]]:
         """Keys of chunks that came into the pool (+1) or left it (-1) since the last call."""
-        changes = []
-        while self._dram_changes:
-            changes.append(self._dram_changes.popleft())
-        return changes
+        return self._dram_changes.take()
 
     def take_results(self) -> list[JobResult]:
         """The jobs that have ended since the last call."""
-        results = []
-        while self._results:
-            results.append(self._results.popleft())
-        return results
+        return self._results.take()
+
+    def await_result(self, timeout_s: float) -> None:
+        """Return when a job has ended that was not taken yet, or after the timeout."""
+        self._results.wait(timeout_s)
 
     def flush(self, job_ids: Iterable[int], timeout_s: float) -> bool:
         """Wait until the device blocks of these jobs are no longer needed.
@@ -217,6 +217,7 @@ class Reactor:
 
     def _run(self) -> None:
         try:
+            spread_over_process()
             self._engine = self._make_engine(self._pool.views())
             self._copier.enter_thread()
         except BaseException as error:
@@ -357,10 +358,11 @@ class Reactor:
             bytes_read=self._core.bytes_read,
             preload_failures=dict(self._core.preload_failures),
         )
-        self._dram_changes.extend(self._core.take_dram_changes())
-        for result in self._core.take_results():
+        self._dram_changes.put(self._core.take_dram_changes())
+        results = self._core.take_results()
+        for result in results:
             del self._open[result.job_id]
-            self._results.append(result)
+        self._results.put(results)
         if self._flushes:
             waiting = []
             for flush in self._flushes:
@@ -408,7 +410,7 @@ class Reactor:
 
     def _answer_everything(self) -> None:
         """Nothing turns the core any more: fail what is left, whatever state the core is in."""
-        self._results.extend(_failed_result(job, Failure.SHUTDOWN) for job in self._open.values())
+        self._results.put(_failed_result(job, Failure.SHUTDOWN) for job in self._open.values())
         self._open.clear()
         for flush in self._flushes:
             flush.done.set()
@@ -422,7 +424,7 @@ class Reactor:
             except IndexError:
                 return
             if isinstance(message, Job):
-                self._results.append(_failed_result(message, Failure.SHUTDOWN))
+                self._results.put([_failed_result(message, Failure.SHUTDOWN)])
             elif isinstance(message, _Flush):
                 message.done.set()
 

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -43,6 +44,7 @@ class Bench:
         self.disk = MemoryDisk()
         self.copier = copier
         self.engines: list[MemoryEngine] = []
+        self.cores: set[int] = set()
         self.reactor = Reactor(
             limits,
             Pool(SLOTS, FILE_BYTES),
@@ -55,6 +57,7 @@ class Bench:
         self._taken: dict[int, JobResult] = {}
 
     def _make_engine(self, buffers: object) -> MemoryEngine:
+        self.cores = os.sched_getaffinity(0)
         self.engines.append(MemoryEngine(self.disk, buffers))  # type: ignore[arg-type]
         return self.engines[-1]
 
@@ -228,6 +231,20 @@ def test_gauges_show_what_is_in_use(make: Callable[..., Bench]) -> None:
     wait_until(lambda: bench.reactor.gauges.slots_in_use == SLOTS - LIMITS.io_depth, "no store")
     gauges = bench.reactor.gauges
     assert (gauges.jobs, gauges.queues["store_waiting"]) == (1, 1)
+
+
+def test_the_ring_is_made_by_a_thread_that_is_not_bound_to_its_makers_core(
+    make: Callable[..., Bench],
+) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # as vLLM's CPU worker binds the thread that starts it
+    try:
+        with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, cores)) as other:
+            other.submit(int).result()  # a thread of the process that may run anywhere
+            bench = make()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert bench.cores == cores
 
 
 def test_an_idle_reactor_sleeps(bench: Bench) -> None:

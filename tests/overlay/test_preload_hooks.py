@@ -89,6 +89,7 @@ class RecordingWorker(PyKVCacheWorker):
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[OffloadKey, ...]]] = []
         self.dram_changes: dict[OffloadKey, int] = {}
+        self.waits = 0
         self._ended: list[int] = []
 
     def submit_load(
@@ -115,6 +116,9 @@ class RecordingWorker(PyKVCacheWorker):
     def take_dram_changes(self) -> dict[OffloadKey, int]:
         taken, self.dram_changes = self.dram_changes, {}
         return taken
+
+    def await_transfer(self) -> None:
+        self.waits += 1
 
     def get_finished(self) -> list[TransferResult]:
         ended, self._ended = self._ended, []
@@ -266,12 +270,12 @@ class Engine:
         connector.bind_connector_metadata(metadata)
         connector.start_load_kv(None)  # type: ignore[arg-type]
         connector.wait_for_save()
-        sending, receiving = connector.get_finished(set())
+        results = connector.get_transfer_results(set())
         worker_metadata = connector.build_connector_worker_meta()
         connector.clear_connector_metadata()
         return KVConnectorOutput(
-            finished_sending=sending,
-            finished_recving=receiving,
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
             kv_connector_worker_meta=worker_metadata,
         )
 
@@ -801,3 +805,20 @@ def test_what_was_planned_before_a_reset_is_withdrawn_when_nothing_waits(
     engine.abort("B")
     engine.step()
     assert engine.plan == []
+
+
+# --- steps without tokens
+
+
+def test_a_step_without_tokens_lets_a_transfer_end(engine: Engine) -> None:
+    request = engine.add("B", 3)
+    assert engine.step().empty_step
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.worker.waits == 1
+
+
+def test_a_step_that_computes_waits_for_no_transfer(engine: Engine) -> None:
+    engine.occupy()
+    engine.add("B", 3)
+    assert not engine.step().empty_step
+    assert engine.worker.waits == 0

@@ -89,6 +89,9 @@ class PyKVCacheWorker(OffloadingWorker):
             writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
         )
         self._frozen = False
+        # Other stages and data parallel engines wait for this one's steps, empty ones too.
+        waits = parallel.pp_size == 1 and parallel.data_parallel_size == 1
+        self._idle_wait_s = options.idle_wait_s if waits else 0.0
         self._jobs: dict[int, Job] = {}
         self._refused: list[ChunkTransferResult] = []
         self._metrics = WorkerMetrics(parallel.rank)
@@ -189,6 +192,12 @@ class PyKVCacheWorker(OffloadingWorker):
                 ),
             )
         )
+
+    def await_transfer(self) -> None:
+        """Return when a job has ended, at the latest after ``idle_wait_s``; at once if there
+        is none."""
+        if self._jobs and not self._refused:
+            self._reactor.await_result(self._idle_wait_s)
 
     def get_finished(self) -> list[TransferResult]:
         """The jobs that have ended since the last call."""
