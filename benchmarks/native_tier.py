@@ -38,7 +38,7 @@ class NativeTier:
         array[:] = np.arange(chunk_bytes, dtype=np.int64).astype(np.int8)  # touched in order
         self._bytes = chunks * chunk_bytes
         self._tier = FileSystemTierManager(
-            _spec(chunk_bytes), memoryview(array), "fs", root_dir=str(root)
+            tier_spec(chunk_bytes), memoryview(array), "fs", root_dir=str(root)
         )
         self._jobs = 0
 
@@ -90,7 +90,8 @@ class NativeTier:
         self._tier.shutdown()
 
 
-def _spec(chunk_bytes: int) -> types.SimpleNamespace:
+def tier_spec(chunk_bytes: int) -> types.SimpleNamespace:
+    """What a tier asks of the spec that makes it, for chunks of one block."""
     config = OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("layer",), 0),),
         worker_kv_bytes_per_block=chunk_bytes,

@@ -61,7 +61,13 @@ class Storage:
 
 @contextmanager
 def open_storage(
-    directory: Path, slot_bytes: int, fingerprint: bytes, config: Config, *, slots: int = 0
+    directory: Path,
+    slot_bytes: int,
+    fingerprint: bytes,
+    config: Config,
+    *,
+    slots: int = 0,
+    limits: Limits | None = None,
 ) -> Iterator[Storage]:
     """Start a reactor on the directory's filesystem.
 
@@ -71,14 +77,16 @@ def open_storage(
         fingerprint: written into and expected in the trailers.
         config: engine, depth and direct I/O.
         slots: of the pool; by default twice what the configuration needs at least.
+        limits: what the core obeys; by default it neither reads ahead nor keeps what it read,
+            so that every transfer reaches the disk.
     """
     direct = choose_direct(config.direct_io, directory)
     engine = choose_engine(config.io_engine, directory, direct.direct)
     pool = Pool(slots or 2 * config.slots_min, slot_bytes)
     pool.populate(0, pool.slots)
-    limits = Limits(config.io_depth, config.open_lookahead, 3600.0, config.mailbox_jobs)
+    plain = Limits(config.io_depth, config.open_lookahead, 3600.0, config.mailbox_jobs)
     reactor = Reactor(
-        limits,
+        limits or plain,
         pool,
         lambda buffers: make_engine(engine, buffers, direct.direct, config.io_depth),
         NoCopier(),
