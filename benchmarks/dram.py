@@ -158,9 +158,12 @@ def main(
     console = Console(stderr=True)
     directory = directory.resolve()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with ending_on_signals(), Progress(*columns, console=console) as progress:
-        with serve(directory) as server:
-            report = measure(server, directory / "dram-root", 3 if quick else ROUNDS, progress)
+    with (
+        ending_on_signals(),
+        Progress(*columns, console=console) as progress,
+        serve(directory) as server,
+    ):
+        report = measure(server, directory / "dram-root", 3 if quick else ROUNDS, progress)
     table = Table("memory TTFT", "DRAM TTFT", "one copy", "added / copy", "read from disk")
     low, high = report["added_vs_copy_range"]
     table.add_row(

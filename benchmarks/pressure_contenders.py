@@ -167,9 +167,7 @@ class CountingTier(FileSystemTierManager):
 class Native:
     """vLLM's manager of tiers over a CPU tier of the pool's size."""
 
-    def __init__(
-        self, shape: Shape, manager: TieringOffloadingManager, tier: CountingTier
-    ) -> None:
+    def __init__(self, shape: Shape, manager: TieringOffloadingManager, tier: CountingTier) -> None:
         self._shape = shape
         self._manager = manager
         self._tier = tier

@@ -211,6 +211,18 @@ class Config(BaseModel):
         description="Seconds for which a look-up that found a chunk is believed without asking "
         "the filesystem again; a chunk deleted meanwhile is recomputed.",
     )
+    trace_path: str = Field(
+        default="",
+        description="Directory into which each process writes a trace of its work for Perfetto; "
+        "empty: none.",
+        json_schema_extra={"environment": True},
+    )
+    trace_events_max: int = Field(
+        default=1_000_000,
+        ge=1,
+        description="Events in the trace of one process, some 150 bytes each; what comes later "
+        "is left out.",
+    )
     switch_interval_s: float = Field(
         default=0.0005,
         ge=0,

@@ -29,6 +29,7 @@ from pykvcache.reactor.affinity import spread_over_process
 from pykvcache.reactor.copier import Copier
 from pykvcache.reactor.engine import IoEngine
 from pykvcache.reactor.outbox import Outbox
+from pykvcache.reactor.timeline import Timeline
 from pykvcache.transfer.core import Limits, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Failure, Job, JobResult
 from pykvcache.transfer.operations import (
@@ -97,6 +98,7 @@ class Reactor:
         *,
         fingerprint: bytes,
         writer: str,
+        timeline: Timeline | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
@@ -107,6 +109,7 @@ class Reactor:
         copier: the device side.
         fingerprint: the identity's, written into and expected in every trailer.
         writer: hex digits that no other writer of the root uses.
+        timeline: records every operation.
         """
         self._pool = pool
         self._ledger = SlotLedger(pool.slots)
@@ -115,6 +118,7 @@ class Reactor:
         self._copier = copier
         self._fingerprint = fingerprint
         self._writer = writer.encode()
+        self._timeline = timeline
         self._clock = clock
         self._mailbox: deque[_Message] = deque()
         self._results: Outbox[JobResult] = Outbox()
@@ -254,7 +258,10 @@ class Reactor:
         self._core.complete(completions, now)
         files: list[FileOperation] = []
         copies: list[CopyOperation] = []
-        for operation in self._core.advance(now):
+        operations = self._core.advance(now)
+        if self._timeline is not None:
+            self._timeline.turn(completions, operations)
+        for operation in operations:
             if isinstance(operation, FileOperation):
                 files.append(self._prepare(operation))
             else:

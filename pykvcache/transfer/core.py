@@ -196,7 +196,7 @@ class TransferCore:
         self._reads.start(operations)
         self._reads.open_files(operations)
         self._writes.copy_out(operations)
-        self._writes.start(operations, len(self._reads.demand.opened))
+        self._writes.start(operations)
         self._writes.create_files(operations)
         self._preloads.advance(now, operations, busy=self._writes.is_blocked)
         wake_at = min(

@@ -169,12 +169,12 @@ class Writes:
         write.move(Event.SUCCEED)
         self._issued.follow(self._create(write))
 
-    def start(self, operations: list[Operation], reads_opened: int) -> None:
-        """Start writes; while a read could start, none does."""
+    def start(self, operations: list[Operation]) -> None:
+        """Start writes, after all reads that could start; those that wait for a slot or for
+        their bandwidth hold up no store."""
         while (
             self._created
             and self._budget.has_depth
-            and not (reads_opened and self._budget.dram.available(demand=True))
             and self._budget.write_bandwidth.allows(self._records.now)
         ):
             write = self._created.popleft()

@@ -25,7 +25,7 @@ PINS = "upstream.toml"
 OVERLAY = "vllm"
 PACKAGE = "pykvcache"
 VERSION_MODULE = "vllm/_version.py"
-COMMANDS = {"pykvcache": ("pykvcache/cli.py", "pykvcache.cli:app")}
+COMMANDS = {"pykvcache": ("pykvcache/cli.py", "pykvcache.cli:main")}
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def test_command_exists_only_with_its_module(checkout: Checkout, tmp_path: Path)
     name = f"{INFO}/entry_points.txt"
     assert b"pykvcache" not in contents(build(checkout, tmp_path / "a"))[name]
     checkout.write("pykvcache/cli.py", "app = print\n")
-    assert b"pykvcache = pykvcache.cli:app\n" in contents(build(checkout, tmp_path / "b"))[name]
+    assert b"pykvcache = pykvcache.cli:main\n" in contents(build(checkout, tmp_path / "b"))[name]
 
 
 def test_bytecode_and_hidden_files_stay_out(checkout: Checkout, tmp_path: Path) -> None:

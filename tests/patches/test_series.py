@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rebasing.burden import ADDED_LINES_MAX, FILES_MAX
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATCHES = REPOSITORY / "patches"
 OVERLAY_PACKAGE = "vllm.v1.kv_offload.pykvcache"
 
-FILES_MAX = 12
-ADDED_LINES_MAX = 250
 CONTEXT_LINES = 3
 """With less, hunks land in the wrong place without a word when upstream moves on."""
 
@@ -174,7 +173,8 @@ def _hooks(version: str) -> set[tuple[str, str]]:
     hooks: set[tuple[str, str]] = set()
     for module, names in re.findall(rf"from ({package}\.\w+) import ([\w, ]+)", added):
         hooks |= {(module, name.strip()) for name in names.split(",")}
-    for module in re.findall(rf"from {package} import (\w+)", added):
+    imported = re.findall(rf"from {package} import ([\w, ]+)", added)
+    for module in {name.strip() for names in imported for name in names.split(",")}:
         used = re.findall(rf"(?<!\.)\b{module}\.(\w+)\(", added)
         hooks |= {(f"{OVERLAY_PACKAGE}.{module}", name) for name in used}
     for module, name in re.findall(rf'"({package}\.\w+)", "(\w+)"', added):

@@ -257,6 +257,48 @@ class TakesPartsForWholeChunks(Watching):
         return done if done.span is None else replace(done, span=BlockSpan(0, 64))
 
 
+class IgnoresBandwidth(TransferCore):
+    """Reads and writes as fast as it can."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        unlimited = replace(limits, read_bandwidth_max=0, write_bandwidth_max=0)
+        super().__init__(unlimited, ledger, writer)
+
+
+class ReadsAheadWithTheLoadsBudget(TransferCore):
+    """Leaves loads nothing of the bytes per second."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(limits, ledger, writer)
+        budget = self._budget.read_bandwidth
+        allows = budget.allows
+        budget.allows = lambda now, patient=False: allows(now)  # type: ignore[method-assign]
+
+
+class NeverRefillsTheBudget(TransferCore):
+    """Stops for good when the first burst is used up."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(limits, ledger, writer)
+        budget = self._budget.write_bandwidth
+        allows = budget.allows
+        budget.allows = lambda now, patient=False: allows(0.0)  # type: ignore[method-assign]
+
+
+class StoresBehindThrottledLoads(TransferCore):
+    """Lets a load that waits for its bandwidth hold up stores, which have their own."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(limits, ledger, writer)
+        start = self._writes.start
+
+        def start_unless_loads_wait(operations: list[Operation]) -> None:
+            if not self._reads.demand.opened:
+                start(operations)
+
+        self._writes.start = start_unless_loads_wait  # type: ignore[method-assign]
+
+
 MUTANTS: tuple[type[TransferCore], ...] = (
     OneTransferTooMany,
     OneFileTooMany,
@@ -283,4 +325,8 @@ MUTANTS: tuple[type[TransferCore], ...] = (
     ForgetsWithdrawals,
     NeverUnpins,
     TakesPartsForWholeChunks,
+    IgnoresBandwidth,
+    ReadsAheadWithTheLoadsBudget,
+    NeverRefillsTheBudget,
+    StoresBehindThrottledLoads,
 )

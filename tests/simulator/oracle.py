@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pykvcache.transfer.core import Limits, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from pykvcache.transfer.operations import Action, CopyOperation, FileOperation
 from pykvcache.transfer.preloads import OPENED_PER_READ
+from tests.simulator.meter import Meter
 from tests.simulator.watched import WatchedLedger, require
 from tests.simulator.world import Operation, World
 
@@ -54,6 +56,8 @@ class Oracle:
         self._limits = limits
         self._ledger = ledger
         self._world = world
+        self._read_meter = Meter(limits.read_bandwidth_max)
+        self._write_meter = Meter(limits.write_bandwidth_max)
         self._entry_of: dict[ChunkTransfer, Entry] = {}
         self._given_up: set[ChunkTransfer] = set()
         self._not_to_copy: set[ChunkTransfer] = set()
@@ -142,8 +146,11 @@ class Oracle:
             and chunk not in world.copying
         ]
 
-    def check_operations(self, operations: list[Operation]) -> None:
+    def check_operations(self, operations: list[Operation], now: float) -> None:
         """Judge what one turn asks for."""
+        for operation in operations:
+            if isinstance(operation, FileOperation):
+                self._meter(operation, now)
         for operation in operations:
             if isinstance(operation, CopyOperation):
                 self._check_copy(operation)
@@ -155,6 +162,13 @@ class Oracle:
         if Action.READ in actions and Action.WRITE in actions:
             last_read = len(actions) - 1 - actions[::-1].index(Action.READ)
             require(last_read < actions.index(Action.WRITE), "a read is issued after a write")
+
+    def _meter(self, operation: FileOperation, now: float) -> None:
+        if operation.action is Action.READ:
+            patient = self._is_ahead(operation)
+            self._read_meter.start(operation.length, now, patient=patient)
+        elif operation.action is Action.WRITE:
+            self._write_meter.start(operation.length, now, patient=False)
 
     def _is_ahead(self, operation: FileOperation) -> bool:
         """Whether it is a read that no load waits for."""
@@ -185,14 +199,14 @@ class Oracle:
             len(world.store_slots) <= ledger.capacity - limits.io_depth,
             f"stores hold {len(world.store_slots)} of {ledger.capacity} slots",
         )
-        self._check_nothing_waits_needlessly(core, io, operations)
+        self._check_nothing_waits_needlessly(core, io, operations, now)
         self._check_reads_ahead(core, operations)
         self._check_deadlines(core, now)
         for entry in self.stores(self.open):
             self._check_settled(core, entry)
 
     def _check_nothing_waits_needlessly(
-        self, core: TransferCore, io: int, operations: list[Operation]
+        self, core: TransferCore, io: int, operations: list[Operation], now: float
     ) -> None:
         world, ledger, limits = self._world, self._ledger, self._limits
         queues = core.queue_lengths()
@@ -208,11 +222,12 @@ class Oracle:
             opening + opened <= ahead_max + taken_over, f"{opening} opening + {opened} opened files"
         )
         require(creating + created <= ahead_max, f"{creating} creating + {created} created files")
-        can_transfer = io < limits.io_depth
+        can_read = io < limits.io_depth and self._read_meter.has_some(now)
+        can_write = io < limits.io_depth and self._write_meter.has_some(now)
         any_slot = core._dram.available(demand=True)
         require(any_slot == ledger.free + ledger.retained, "a retained slot cannot be had")
-        require(not (opened and can_transfer and any_slot), "an opened read waits needlessly")
-        require(not (created and can_transfer), "a created write waits needlessly")
+        require(not (opened and can_read and any_slot), "an opened read waits needlessly")
+        require(not (created and can_write), "a created write waits needlessly")
         if queues["load_waiting"]:
             require(opening + opened >= ahead_max, "a load waits needlessly for its open")
         if queues["store_copied"] > created:
@@ -223,7 +238,7 @@ class Oracle:
             require(full or not available, "a store waits needlessly for a slot")
         writes = [item for item in operations if getattr(item, "action", None) is Action.WRITE]
         require(
-            not (writes and opened and any_slot),
+            not (writes and opened and any_slot and self._read_meter.has_some(now)),
             "a write starts while a read could have started",
         )
 
@@ -273,11 +288,16 @@ class Oracle:
                     not self._world.copying.keys().isdisjoint(entry.job.chunks),
                     f"load {entry.job.job_id} outlives its deadline",
                 )
-        if not self._closed:
-            require(
-                core.next_deadline() == min(pending, default=None),
-                f"next deadline is {core.next_deadline()}, loads end at {pending}",
-            )
+        if self._closed:
+            return
+        next_deadline, next_end = core.next_deadline(), min(pending, default=None)
+        throttled = not (self._read_meter.has_some(now) and self._write_meter.has_some(now))
+        may_wake = throttled or self._limits.read_bandwidth_max  # reading ahead wants half of it
+        woken = next_deadline is not None and now < next_deadline <= (next_end or math.inf)
+        require(
+            next_deadline == next_end or (may_wake and woken),
+            f"next deadline is {next_deadline}, loads end at {pending}",
+        )
 
     def check_flushed(
         self, flush: PendingFlush, flushes: list[PendingFlush], operations: list[Operation]
@@ -336,6 +356,8 @@ class Oracle:
             may_wait = self._world.weather.stuck or self._limits.load_deadline_s < FAR_DEADLINE_S
             require(may_wait, f"a load starves although every operation returns: {entry.job}")
             return
+        if failure is Failure.WRONG_CONTENT:
+            self._world.convict(chunk.path)
         faults = self._world.faults
         directory = chunk.path.rpartition("/")[0]
         causes = entry.excuses | faults[chunk.path] | faults[chunk] | faults[directory]

@@ -33,6 +33,9 @@ CoreFactory = Callable[[Limits, SlotLedger, str], TransferCore]
 GROUPS = ((3 * PAGE, 4), (PAGE + 512, 2))
 """Payload bytes and blocks of a chunk, for each KV cache group."""
 
+RATES = (0, 0, 8 * PAGE, 60 * PAGE)
+"""Bytes per second: none, a chunk every half second, some chunks a second."""
+
 KEYS = 10
 PATHS = ChunkPaths("root/rank-0000")  # type: ignore[arg-type]
 TURNS_TO_REST_MAX = 2000
@@ -67,6 +70,8 @@ class Simulation:
                 )
             ),
             dram_policy=random.choice(("none", "lru", "arc")),
+            read_bandwidth_max=random.choice(RATES),
+            write_bandwidth_max=random.choice(RATES),
         )
         weather = Weather(
             fault=random.choice((0.0, 0.02, 0.1, 0.3)),
@@ -78,6 +83,8 @@ class Simulation:
         self.core = make_core(self.limits, self.ledger, "abcd")
         self.oracle = Oracle(self.limits, self.ledger, self.world)
         self.now = 0.0
+        self._preload_share = random.choice((0.12, 0.6))
+        """The engine mostly submits jobs, or mostly shows requests that wait."""
         self._flushes: list[PendingFlush] = []
         self._forsake_next: set[int] = set()
         self._fresh_blocks = itertools.count()
@@ -134,20 +141,21 @@ class Simulation:
         )
 
     def _act(self, ends_early: bool) -> None:
+        if self.random.random() < self._preload_share:
+            self._preload()
+            return
         draw = self.random.random()
-        if draw < 0.45:
+        if draw < 0.51:
             for _ in range(self.random.randint(1, 2)):
                 self._submit(self.random.choice(tuple(Direction)))
-        elif draw < 0.55:
+        elif draw < 0.62:
             self._flush()
-        elif draw < 0.57:
+        elif draw < 0.64:
             self._forsake(self._some_open_jobs())
-        elif draw < 0.58:
+        elif draw < 0.65:
             self._note("a directory vanishes")
             self.world.vanish()
-        elif draw < 0.70:
-            self._preload()
-        elif draw < 0.74 and ends_early:
+        elif draw < 0.70 and ends_early:
             self._close() if self.random.random() < 0.7 else self._abandon()
 
     def _submit(self, direction: Direction) -> None:
@@ -231,7 +239,7 @@ class Simulation:
         operations = self.core.advance(self.now)
         self.oracle.expire(self.now)
         self._collect()
-        self.oracle.check_operations(operations)
+        self.oracle.check_operations(operations, self.now)
         for operation in operations:
             self._note(f"start {operation}")
             self.world.start(operation)

@@ -99,6 +99,8 @@ class World:
         self.faults: defaultdict[object, set[Failure]] = defaultdict(set)
         """Failures that were caused, by the final path, or the chunk of a copy."""
         self._spoilt: dict[str, File] = {}
+        self._suspect: dict[str, File] = {}
+        """Read ahead, and without blocks that a load wants: bad, if the load is left to it."""
         self._vanished: set[str] = set()
         self._directory_missed: set[str] = set()
         self.copying: dict[ChunkTransfer, Direction] = {}
@@ -155,6 +157,11 @@ class World:
     def temporaries(self) -> list[str]:
         """Temporary names that exist."""
         return [path for path in self.files if path.endswith(TEMPORARY_SUFFIX)]
+
+    def convict(self, path: str) -> None:
+        """A load failed by what the file holds."""
+        if path in self._suspect:
+            self._spoilt[path] = self._suspect[path]
 
     @property
     def spoilt(self) -> list[str]:
@@ -244,7 +251,8 @@ class World:
             case Action.LINK:
                 self._start_link(operation)
             case Action.UNLINK if not operation.path.endswith(TEMPORARY_SUFFIX):
-                require(operation.path in self._spoilt, f"a good file is deleted: {operation.path}")
+                bad = operation.path in self._spoilt or operation.path in self._suspect
+                require(bad, f"a good file is deleted: {operation.path}")
 
     def _check_wanted(self, path: str) -> None:
         require(self.is_path_wanted(path) or self.is_wanted_ahead(path), f"nobody wants {path}")
@@ -416,7 +424,7 @@ class World:
         for load in self.loads_of(chunk.path) if chunk.span.count == 0 else ():
             if not right_content(load).items() <= file.content.items():
                 self.faults[chunk.path].add(Failure.WRONG_CONTENT)
-                self._spoilt[chunk.path] = file
+                self._suspect[chunk.path] = file
         span = BlockSpan(min(file.content), len(file.content))
         return Completion(operation.token, length, span=span)
 

@@ -25,15 +25,22 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from pykvcache.config import Config
 from pykvcache.layout import ChunkPaths
 from pykvcache.scheduler.catalog import Catalog
+from pykvcache.trace import Tracer
 from vllm.v1.kv_offload.pykvcache.metrics import ManagerMetrics
 from vllm.v1.kv_offload.pykvcache.plan import ChunkSpec
 from vllm.v1.kv_offload.pykvcache.preload import CHUNKS_MAX, PreloadPlanner
+from vllm.v1.kv_offload.pykvcache.tracing import SchedulerTrace
 
 
 class PyKVCacheManager(OffloadingManager):
     """Chunks are files: looking up asks the filesystem, and no state outlives the server."""
 
-    def __init__(self, options: Config, rank_directories: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        options: Config,
+        rank_directories: Sequence[Path],
+        tracer: Tracer | None = None,
+    ) -> None:
         self._catalog = Catalog(
             [ChunkPaths(directory) for directory in rank_directories],
             lookup_ttl_s=options.lookup_ttl_s,
@@ -41,6 +48,7 @@ class PyKVCacheManager(OffloadingManager):
             clock=time.monotonic,
         )
         self._metrics = ManagerMetrics()
+        self.trace = SchedulerTrace(tracer)
         self._ranks = len(rank_directories)
         self._dram: Counter[bytes] = Counter()
         self.preloads = PreloadPlanner(
@@ -53,6 +61,7 @@ class PyKVCacheManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT when every rank has published the chunk, else MISS; changes nothing."""
+        self.trace.look_up(req_context.req_id)
         return LookupResult.HIT if self._catalog.holds(key) else LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -72,6 +81,7 @@ class PyKVCacheManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The plan of a load: its keys in order."""
+        self.trace.plan("load", req_context.req_id, keys)
         return ChunkSpec(tuple(keys))
 
     def prepare_store(
@@ -81,6 +91,7 @@ class PyKVCacheManager(OffloadingManager):
         if req_context.req_id in self._storing_no_more:
             keys = ()
         needed = [OffloadKey(key) for key in self._catalog.begin_store(keys)]
+        self.trace.plan("store", req_context.req_id, needed)
         return PrepareStoreOutput(
             keys_to_store=needed, store_spec=ChunkSpec(tuple(needed)), evicted_keys=[]
         )
@@ -119,3 +130,7 @@ class PyKVCacheManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed since the last call."""
         return self._metrics.take(stores_pending=self._catalog.storing)
+
+    def shutdown(self) -> None:
+        """Nothing is left but the trace."""
+        self.trace.close()

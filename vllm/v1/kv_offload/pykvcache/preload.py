@@ -270,10 +270,13 @@ def merge_dram(one: dict[OffloadKey, int], other: dict[OffloadKey, int]) -> dict
 
 
 def note_report(scheduler: OffloadingConnectorScheduler | None, metadata: Any) -> None:
-    """Tell the manager what the ranks reported."""
+    """Tell the manager what the ranks reported, once a step."""
     manager = _manager_of(scheduler)
+    if manager is None:
+        return
+    manager.trace.end_step()
     changes = getattr(metadata, "dram", None)
-    if manager is not None and changes:
+    if changes:
         manager.note_dram(changes)
 
 

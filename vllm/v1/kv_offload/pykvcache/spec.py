@@ -20,6 +20,7 @@ from pykvcache.identity import Identity, claim_directory
 from pykvcache.layout import rank_directory
 from vllm.v1.kv_offload.pykvcache.backend import logged_refusal, settings_of
 from vllm.v1.kv_offload.pykvcache.metrics import metric_definitions
+from vllm.v1.kv_offload.pykvcache.tracing import make_tracer
 
 
 class PyKVCacheSpec(OffloadingSpec):
@@ -50,9 +51,10 @@ class PyKVCacheSpec(OffloadingSpec):
         from vllm.v1.kv_offload.pykvcache.manager import PyKVCacheManager
 
         ranks = range(self.config.parallel.world_size)
-        return PyKVCacheManager(
-            self.options, [rank_directory(self.directory, rank) for rank in ranks]
-        )
+        directories = [rank_directory(self.directory, rank) for rank in ranks]
+        with logged_refusal():
+            tracer = make_tracer(self.options, "scheduler")
+        return PyKVCacheManager(self.options, directories, tracer)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """One rank's transfers."""

@@ -32,10 +32,12 @@ from pykvcache.pool import Pool, slots_of
 from pykvcache.reactor.device import CopyBatch, make_copier
 from pykvcache.reactor.probe import choose_direct, choose_engine, make_engine
 from pykvcache.reactor.reactor import Reactor
+from pykvcache.reactor.timeline import Timeline
 from pykvcache.transfer.jobs import Direction, Failure, Job, JobResult
 from vllm.v1.kv_offload.pykvcache.failures import ChunkTransferResult
 from vllm.v1.kv_offload.pykvcache.metrics import WorkerMetrics
 from vllm.v1.kv_offload.pykvcache.plan import ChunkSpec, PlanError, Planner
+from vllm.v1.kv_offload.pykvcache.tracing import WorkerTrace, make_tracer
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.pykvcache.preload import PreloadPlan
@@ -80,6 +82,8 @@ class PyKVCacheWorker(OffloadingWorker):
             [group.group_id for group in spec.config.groups],
             ChunkPaths(directory).final,
         )
+        tracer = make_tracer(options, f"worker-{parallel.rank}")
+        self._trace = WorkerTrace(tracer)
         self._reactor = Reactor(
             limits,
             pool,
@@ -87,6 +91,7 @@ class PyKVCacheWorker(OffloadingWorker):
             copier,
             fingerprint=rank_identity.fingerprint,
             writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
+            timeline=Timeline(tracer) if tracer is not None else None,
         )
         self._frozen = False
         # Other stages and data parallel engines wait for this one's steps, empty ones too.
@@ -145,6 +150,7 @@ class PyKVCacheWorker(OffloadingWorker):
 
     def preload(self, plan: PreloadPlan) -> None:
         """Hand what waiting requests will want to the reactor, in place of the plan before."""
+        self._trace.preload(len(plan.keys))
         try:
             self._reactor.preload([self._planner.whole(key) for key in plan.keys])
         except PlanError as error:  # only the loads' own reads are left then
@@ -173,6 +179,7 @@ class PyKVCacheWorker(OffloadingWorker):
             self._frozen = True
         job = Job(job_id, direction, chunks, self._reactor.fence())
         self._jobs[job_id] = job
+        self._trace.submit(job)
         self._reactor.submit(job)
 
     def _refuse(
@@ -210,6 +217,7 @@ class PyKVCacheWorker(OffloadingWorker):
 
     def _finish(self, result: JobResult) -> ChunkTransferResult:
         job = self._jobs.pop(result.job_id)
+        self._trace.end(result)
         failed = [chunk for chunk in job.chunks if chunk.key in result.failures]
         if failed:
             self._log_failures(job, result)
@@ -264,6 +272,7 @@ class PyKVCacheWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Finish the stores whose data is in the pool, within ``shutdown_timeout_s``."""
         self._reactor.stop(self._options.shutdown_timeout_s)
+        self._trace.close()
 
 
 def geometry_of(caches: CanonicalKVCaches, blocks_per_chunk: int) -> ChunkGeometry:

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``pykvcache`` command. Serving never imports it.
+
+Exit codes: 0 done, 1 refused or not found (the message says why), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from pykvcache.commands import trace
+from pykvcache.errors import ConfigError
+
+app = typer.Typer(
+    help="Tools for the KV cache on disk of vLLM's pykvcache backend.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(trace.app, name="trace")
+
+
+@app.callback()
+def _options() -> None:
+    """Commands come in groups, also while there is only one of them."""
+
+
+def main() -> None:
+    """Run the command; an expected error is one line."""
+    try:
+        app()
+    except ConfigError as error:
+        sys.exit(f"pykvcache: {error}")
+
+
+if __name__ == "__main__":
+    main()
