@@ -111,14 +111,25 @@ def rebase(old: Version, new: Version, wheel: Wheel = None) -> None:
     place.import_wheel(old, wheel_of(old))
     place.import_wheel(new, wheel_of(new, wheel))
     place.rebase(old, new)
-    report_export(place, new)
+    finish(place, new)
+
+
+def finish(place: Workspace, version: str) -> None:
+    """Export a rebased series, and exit with 1 if it does not fit although it applied."""
+    report_export(place, version)
+    found = misfits(place, version)
+    for text in found:
+        print(f"does not fit: {text}")
+    if found:
+        print(f"repair it on series/{version} in {shown(FOLDER)}, then export {version}")
+        raise typer.Exit(1)
 
 
 @app.command("continue")
 def continue_() -> None:
     """Go on with a rebase whose conflict was resolved and added."""
     place = workspace()
-    report_export(place, place.resume())
+    finish(place, place.resume())
 
 
 @app.command()
@@ -161,7 +172,14 @@ def problems_of(place: Workspace, version: str) -> list[str]:
         for name, text in place.exported(version).items()
         if not (folder / name).is_file() or (folder / name).read_text("utf-8") != text
     ]
-    return found + seams.problems(place.tree(f"series/{version}"), REPOSITORY / "vllm")
+    return found + misfits(place, version)
+
+
+def misfits(place: Workspace, version: str) -> list[str]:
+    """What overlay and patches want of a version and do not find."""
+    found = seams.problems(place.tree(f"series/{version}"), REPOSITORY / "vllm")
+    _, total = burden.of_series(PATCHES / f"v{version}")
+    return found + seams.undefined_names(place.folder, total.files)
 
 
 @app.command()
@@ -204,9 +222,9 @@ def new_release(
     place.import_wheel(version, wheel)
     place.rebase(newest, version)
     report_export(place, version)
-    found = seams.problems(place.tree(f"series/{version}"), REPOSITORY / "vllm")
+    found = misfits(place, version)
     for text in found:
-        print(f"seam: {text}")
+        print(f"does not fit: {text}")
     tests = [[sys.executable, "-m", "pytest", "-q", "tests/patches", "tests/overlay"]]
     if conformance:
         tests.append([sys.executable, "scripts/conformance.py"])

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the overlay takes from upstream, checked in the source of one version.
+"""What overlay and patches take from upstream, checked in the source of one version.
 
 Nothing is imported: a version that cannot be installed here is checked as well. Checked are
-the names that the overlay imports, the methods that its classes override, and the attributes of
-upstream's objects that it uses.
+the names that the overlay imports, the methods that its classes override, the attributes of
+upstream's objects that it uses, and that patched files use no name that they do not define: a
+hunk may fit where a variable is called otherwise.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 BASES = {
@@ -142,3 +145,16 @@ def _missing_attributes(tree: Tree) -> Iterator[str]:
         for attribute in attributes:
             if attribute not in assigned:
                 yield f"{name} has no attribute {attribute} any more"
+
+
+def undefined_names(folder: Path, files: Iterable[str]) -> list[str]:
+    """Names that the files use and nothing defines (ruff's F821)."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821"]
+    done = subprocess.run(
+        [*command, "--output-format", "concise", *sorted(files)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [line for line in done.stdout.splitlines() if "F821" in line]
