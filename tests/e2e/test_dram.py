@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from pykvcache.commands.trace_files import read_traces
 from scripts.serving import Completion, Metrics, Prompts, Server
 from tests.e2e.sites import (
     ANSWER_TOKENS,
@@ -63,14 +65,19 @@ def run(site: Site, prompts: Prompts) -> Iterator[Run]:
         "restarted",
         pool_gib=POOL_GIB,
         args=["--max-num-seqs=1"],
-        env={"VLLM_SERVER_DEV_MODE": "1"},
+        env={"VLLM_SERVER_DEV_MODE": "1", "PYKVCACHE_TRACE_PATH": str(traces_of(site))},
     ) as server:
         read_ahead = ask_while_one_runs(server, prompts.of(LONG_PROMPT_TOKENS, 99), asked)
         after_preload = server.metrics()
         server.reset_prefix_cache()
         again = [server.complete(prompt, ANSWER_TOKENS, logprobs=True) for prompt in asked]
         server.complete(prompts.of(LONG_PROMPT_TOKENS, 98), ANSWER_TOKENS)  # collects what is left
-        yield Run(from_memory, read_ahead, after_preload, again, server.metrics())
+        at_the_end = server.metrics()
+    yield Run(from_memory, read_ahead, after_preload, again, at_the_end)
+
+
+def traces_of(site: Site) -> Path:
+    return site.directory / "traces"
 
 
 def ask_while_one_runs(
@@ -108,3 +115,19 @@ def test_nothing_is_left_in_use(run: Run) -> None:
     assert run.at_the_end.total(STAGED) == 0
     assert run.at_the_end.total(IN_USE) == 0
     assert run.at_the_end.by(HITS, "tier") == {"dram": 2 * PROMPTS * CHUNKS, "disk": 0}
+
+
+def test_the_traces_show_reads_behind_forward_passes(run: Run, site: Site) -> None:
+    trace = read_traces([traces_of(site)])
+    assert set(trace.processes.values()) == {"scheduler", "worker-0"}
+    names = {span.name for span in trace.spans}
+    assert names >= {"forward pass", "look-up", "load", "list", "open", "read", "copy for load"}
+    reads = [span for span in trace.spans if span.name == "read"]
+    assert len(reads) == PROMPTS * CHUNKS
+    steps = [span for span in trace.spans if span.name == "forward pass"]
+    for read in reads:  # they were read while the long answer was generated
+        assert any(
+            step.start_s < read.start_s + read.seconds
+            and read.start_s < step.start_s + step.seconds
+            for step in steps
+        )
