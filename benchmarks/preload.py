@@ -222,7 +222,7 @@ def _table(report: dict[str, Any]) -> Table:
 
 
 def run_cases(
-    cases: Sequence[Case], rounds: int, directory: Path, progress: Progress
+    cases: Sequence[Case], rounds: int, directory: Path, trace: Path | None, progress: Progress
 ) -> dict[str, Any]:
     """Measure the cases; servers are started once for each ``seqs`` (and for each bandwidth,
     where only ``read_bandwidth_max`` can throttle)."""
@@ -242,7 +242,8 @@ def run_cases(
                 bench = Bench(model, directory, stack)
                 options = {} if throttle else {"read_bandwidth_max": group[0].bandwidth * MB}
                 seqs = group[0].seqs
-                on = bench.serve(f"on-{seqs}", seqs, options)
+                traced = {"trace_path": str(trace.resolve())} if trace else {}
+                on = bench.serve(f"on-{seqs}", seqs, {**options, **traced})
                 off = bench.serve(f"off-{seqs}", seqs, {**options, "preload_lookahead": 0})
                 bench.store_documents(on, progress)
                 for server in (on, off):
@@ -275,6 +276,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each case.")] = ROUNDS,
     only: Annotated[list[str] | None, typer.Option(help="Only these cases.")] = None,
     directory: Annotated[Path, typer.Option(help="On the drive to measure.")] = Path("build/bench"),
+    trace: Annotated[Path | None, typer.Option(help="Trace the server that reads ahead.")] = None,
 ) -> None:
     """Measure time to first token with and without reading ahead."""
     console = Console(stderr=True)
@@ -288,7 +290,7 @@ def main(
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with ending_on_signals(), Progress(*columns, console=console) as progress:
         cases = [names[name] for name in chosen]
-        report = run_cases(cases, 3 if quick else rounds, directory, progress)
+        report = run_cases(cases, 3 if quick else rounds, directory, trace, progress)
     console.print(_table(report))
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
