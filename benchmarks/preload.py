@@ -145,7 +145,7 @@ class Bench:
             "--kv-offloading-backend=pykvcache",
             f"--kv-transfer-config={json.dumps({'kv_connector_extra_config': extra})}",
             "--dtype=float32",
-            "--max-model-len=8192",
+            f"--max-model-len={BLOCKS_PER_REQUEST * TOKENS_PER_BLOCK}",
             f"--max-num-seqs={seqs}",
             f"--num-gpu-blocks-override={seqs * BLOCKS_PER_REQUEST + 1}",
         ]
