@@ -8,7 +8,7 @@ what they contain.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from . import metadata
 from .archive import read_record, record_hash
 from .errors import BuildError
 from .fetch import WheelName
-from .patches import apply_series, read_series
+from .patches import Read, apply_series, read_series
 from .upstream import Distribution, Upstream
 
 PINS = "upstream.toml"
@@ -160,22 +160,42 @@ def plan(project: Project, wheel: UpstreamWheel) -> Contents:
     Raises:
         BuildError: the patches don't apply, or an added file would hide another one.
     """
-    patched = apply_series(read_series(project.patches), wheel.read)
-    added = added_files(project.root)
-    _refuse_hidden(added, wheel.names() | set(patched))
+    patched, added = changes(project, wheel.read, wheel.names())
     made = {name: data for name, data in patched.items() if data is not None}
-    version_module = made.get(VERSION_MODULE) or wheel.read(VERSION_MODULE)
-    if version_module is None:
-        raise BuildError(f"{wheel.path}: {VERSION_MODULE} is missing")
-    made[VERSION_MODULE] = metadata.rewrite_version_module(version_module, project.version)
     info = dist_info_files(project, wheel)
-    gone = set(patched) | set(made) | {f"{wheel.dist_info}/{name}" for name in (*info, "RECORD")}
+    gone = set(patched) | {f"{wheel.dist_info}/{name}" for name in (*info, "RECORD")}
     kept = {
         member.filename: _renamed(member.filename, wheel.dist_info, project.dist_info)
         for member in wheel.members()
         if member.filename not in gone
     }
     return Contents(kept, made, added, info)
+
+
+def changes(
+    project: Project, read: Read, names: Set[str]
+) -> tuple[dict[str, bytes | None], dict[str, Path]]:
+    """What the distribution does to upstream's files.
+
+    Args:
+        read: gives the bytes of an upstream file, None if there is none.
+        names: all of upstream's files.
+
+    Returns:
+        The new bytes of each patched file and of vllm/_version.py, None for one that goes; and
+        the files of the overlay and of the package.
+
+    Raises:
+        BuildError: the patches don't apply, or an added file would hide another one.
+    """
+    patched = apply_series(read_series(project.patches), read)
+    added = added_files(project.root)
+    _refuse_hidden(added, names | set(patched))
+    version_module = patched.get(VERSION_MODULE) or read(VERSION_MODULE)
+    if version_module is None:
+        raise BuildError(f"{project.pin}: {VERSION_MODULE} is missing")
+    patched[VERSION_MODULE] = metadata.rewrite_version_module(version_module, project.version)
+    return patched, added
 
 
 def added_files(root: Path) -> dict[str, Path]:
@@ -200,7 +220,7 @@ def sources(top: Path) -> Iterator[Path]:
             yield path
 
 
-def _refuse_hidden(added: Mapping[str, Path], others: set[str]) -> None:
+def _refuse_hidden(added: Mapping[str, Path], others: Set[str]) -> None:
     hidden = sorted(set(added) & others)
     if hidden:
         raise BuildError(
