@@ -19,11 +19,13 @@ env: ## make or update .venv
 test: env ## run the test suite
 	@$(PY) -m pytest $(ARGS)
 
-lint: env ## check style, format and types
+lint: env ## check style, format, types, the image's files
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(PY) -m mypy --follow-imports=silent --explicit-package-bases vllm/v1/kv_offload/pykvcache
+	@.venv/bin/hadolint Dockerfile
+	@.venv/bin/shellcheck docker/pykvcache-serve scripts/image_test.sh
 
 demo: env ## serve a model, restart it, answer from disk
 	@$(PY) scripts/demo.py $(ARGS)

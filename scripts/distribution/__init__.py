@@ -10,6 +10,7 @@
     contents      the plan: every member of the finished wheel and where it comes from
     wheel         the plan written as a wheel
     editable      the plan laid out as a tree whose overlay and package are links
+    delta         the plan as changes to an installed vLLM, for the CUDA image
     conflicts     other installed distributions that own the same files
     backend       the PEP 517 and PEP 660 hooks that pip calls
     environment   `make env`

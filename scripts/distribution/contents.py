@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from . import metadata
 from .archive import read_record, record_hash
@@ -59,6 +59,20 @@ class Project:
             for name, (module, target) in COMMANDS.items()
             if (self.root / module).is_file()
         }
+
+
+class DistInfo(Protocol):
+    """Upstream's .dist-info, in a wheel or installed; `tag` is `python-abi-platform`."""
+
+    @property
+    def dist_info(self) -> str: ...
+
+    @property
+    def tag(self) -> str: ...
+
+    def read(self, name: str) -> bytes | None: ...
+
+    def required(self, name: str) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -136,19 +150,19 @@ class Contents:
     dist_info: Mapping[str, bytes]
 
 
-def dist_info_files(project: Project, wheel: UpstreamWheel) -> dict[str, bytes]:
+def dist_info_files(project: Project, upstream: DistInfo) -> dict[str, bytes]:
     """The rewritten files of .dist-info."""
-    entry_points = wheel.read(f"{wheel.dist_info}/entry_points.txt") or b""
+    entry_points = upstream.read(f"{upstream.dist_info}/entry_points.txt") or b""
     return {
         "METADATA": metadata.rewrite_metadata(
-            wheel.required("METADATA"),
+            upstream.required("METADATA"),
             name=project.name,
             version=project.version,
             requires=project.distribution.requires,
             extras=project.pin.extras,
             description=project.distribution.description,
         ),
-        "WHEEL": metadata.rewrite_wheel(wheel.required("WHEEL"), wheel.tag),
+        "WHEEL": metadata.rewrite_wheel(upstream.required("WHEEL"), upstream.tag),
         "entry_points.txt": metadata.rewrite_entry_points(entry_points, project.commands()),
         "top_level.txt": f"{PACKAGE}\n{OVERLAY}\n".encode(),
     }

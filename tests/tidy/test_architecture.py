@@ -17,8 +17,8 @@ OVERLAY = REPOSITORY / "vllm"
 NEW_IN_OVERLAY = ("v1/kv_offload/pykvcache",)
 """Folders that upstream does not have, so that they are packages of ours."""
 
-FOLDERS = ("pykvcache", "vllm", "scripts", "benchmarks", "tests", "docs", ".ci")
-FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
+FOLDERS = ("pykvcache", "vllm", "scripts", "benchmarks", "docker", "tests", "docs", ".ci")
+FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Dockerfile", "Makefile", "pyproject.toml")
 
 LINES_MAX = 450
 
