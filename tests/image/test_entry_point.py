@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -15,10 +15,11 @@ import pytest
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 OURS = ["--kv-offloading-backend", "pykvcache"]
+Given = Callable[..., list[str]]
 
 
 @pytest.fixture
-def given(tmp_path: Path):  # type: ignore[no-untyped-def]
+def given(tmp_path: Path) -> Given:
     """Runs the entry point; returns the arguments that vllm got."""
     vllm = tmp_path / "bin" / "vllm"
     vllm.parent.mkdir()
@@ -47,7 +48,9 @@ def given(tmp_path: Path):  # type: ignore[no-untyped-def]
         (["m", "--x", 'a "b" $c  d', ""], ["serve", "m", *OURS, "--x", 'a "b" $c  d', ""]),
     ],
 )
-def test_backend_comes_before_the_users_options(given, arguments, expected) -> None:  # type: ignore[no-untyped-def]
+def test_backend_comes_before_the_users_options(
+    given: Given, arguments: list[str], expected: list[str]
+) -> None:
     assert given(*arguments) == expected
 
 
@@ -59,14 +62,14 @@ def test_backend_comes_before_the_users_options(given, arguments, expected) -> N
         '"kv-offloading-backend": x',
     ],
 )
-def test_backend_of_a_configuration_file_wins(given, tmp_path: Path, line: str) -> None:  # type: ignore[no-untyped-def]
+def test_backend_of_a_configuration_file_wins(given: Given, tmp_path: Path, line: str) -> None:
     file = tmp_path / "my config.yaml"
     file.write_text(f"port: 1\n{line}\n")
     arguments = ["m", "--config", str(file)]
     assert given(*arguments) == ["serve", *arguments]
 
 
-def test_backend_is_chosen_beside_a_file_that_names_none(given, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_backend_is_chosen_beside_a_file_that_names_none(given: Given, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("# kv-offloading-backend: native\nkv-offloading-size: 4\n")
     assert given("--config", str(file)) == ["serve", *OURS, "--config", str(file)]
@@ -74,29 +77,29 @@ def test_backend_is_chosen_beside_a_file_that_names_none(given, tmp_path: Path) 
     assert given("--config", missing) == ["serve", *OURS, "--config", missing]
 
 
-def test_vllm_takes_the_users_backend(given, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """With vLLM's own parser, by every spelling that it knows."""
+def test_vllm_takes_the_users_backend(given: Given, tmp_path: Path) -> None:
+    """With vLLM's own parser; given a subcommand, it reads configuration files as `vllm` does."""
     pytest.importorskip("vllm")
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from scripts.docs import ROOT
-
-    assert ROOT == DOCKER.parent
-    commands = FlexibleArgumentParser().add_subparsers(dest="command")
-    parser = make_arg_parser(commands.add_parser("serve"))
-    file = tmp_path / "config.yaml"
-    file.write_text("kv-offloading-backend: lmcache\n")
+    top = FlexibleArgumentParser()
+    serve = top.add_subparsers(dest="command").add_parser("serve")
+    serve.add_argument("model_tag", nargs="?")
+    make_arg_parser(serve)
 
     def backend(*arguments: str) -> str:
-        # The subcommand's parser gets all but the command, as from vLLM's `main`.
-        return str(parser.parse_args(given("m", *arguments)[1:]).kv_offloading_backend)
+        return str(top.parse_args(given(*arguments)).kv_offloading_backend)
 
-    assert backend() == "pykvcache"
-    assert backend("--kv-offloading-backend", "native") == "native"
-    assert backend("--kv-offloading-backend=native") == "native"
-    assert backend("--kv_offloading_backend", "lmcache") == "lmcache"
-    assert backend("--kv-offloading-backend", "pykvcache") == "pykvcache"
+    assert backend("m") == backend("m", "--port", "1") == "pykvcache"
+    assert backend("m", "--kv-offloading-backend", "native") == "native"
+    assert backend("m", "--kv-offloading-backend=native") == "native"
+    assert backend("m", "--kv_offloading_backend", "lmcache") == "lmcache"
+    file = tmp_path / "config.yaml"
+    file.write_text("port: 1\n")
+    assert backend("m", "--config", str(file)) == "pykvcache"
+    file.write_text("model: m\nkv-offloading-backend: native\n")
+    assert backend("--config", str(file)) == "native"
 
 
 class Front(BaseHTTPRequestHandler):
