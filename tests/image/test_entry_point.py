@@ -80,7 +80,7 @@ def test_backend_is_chosen_beside_a_file_that_names_none(given: Given, tmp_path:
 def test_vllm_takes_the_users_backend(given: Given, tmp_path: Path) -> None:
     """With vLLM's own parser; given a subcommand, it reads configuration files as `vllm` does."""
     pytest.importorskip("vllm")
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     top = FlexibleArgumentParser()
