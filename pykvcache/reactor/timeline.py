@@ -42,10 +42,10 @@ class Timeline:
 def _described(operation: FileOperation | CopyOperation) -> tuple[str, str, dict[str, Any]]:
     if isinstance(operation, CopyOperation):
         size = sum(copy.chunk.copy_bytes for copy in operation.copies)
-        args = {"chunks": len(operation.copies), "bytes": size}
-        return "copy", f"copy for {operation.direction}", args
+        counts = {"chunks": len(operation.copies), "bytes": size}
+        return "copy", f"copy for {operation.direction}", counts
     name = operation.action.name.lower()
-    args = {"bytes": operation.length} if operation.length else {}
+    args: dict[str, Any] = {"bytes": operation.length} if operation.length else {}
     if operation.chunk is not None:
         args["key"] = operation.chunk.key.hex()[:16]
     return _TRACKS.get(operation.action, "file"), name, args
