@@ -52,7 +52,8 @@ make_base() {
     b commit --quiet --rm "$container" localhost/base >/dev/null
 }
 
-# A Debian that has the upstream wheel's files, and its command, where pip would put them.
+# A Debian that has the upstream wheel's files, and its command, where pip would put them, and of
+# its dependencies those that the build looks for.
 make_cuda_stand_in() {
     local container wheel
     wheel=$("$PYTHON" - <<'PYTHON'
@@ -69,9 +70,11 @@ PYTHON
     b run --isolation chroot "$container" -- sh -c \
         'apt-get -qq update && apt-get -qq install --yes --no-install-recommends python3-pip' \
         >/dev/null 2>&1
-    b run --isolation chroot --volume "$(dirname "$wheel"):/wheels:ro" "$container" -- \
-        python3 -m pip install --quiet --no-deps --no-compile --no-index --root-user-action=ignore \
-        --break-system-packages "/wheels/$(basename "$wheel")"
+    local pip=(b run --isolation chroot --volume "$(dirname "$wheel"):/wheels:ro" "${mounts[@]}"
+        "$container" -- python3 -m pip install --quiet --no-compile --root-user-action=ignore
+        --break-system-packages)
+    "${pip[@]}" packaging typer 2>/dev/null
+    "${pip[@]}" --no-deps --no-index "/wheels/$(basename "$wheel")"
     b commit --quiet --rm "$container" localhost/cuda-stand-in >/dev/null
 }
 

@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from .archive import record_bytes, record_hash
 from .contents import PINS, Project, changes, dist_info_files
 from .errors import BuildError
@@ -96,17 +98,24 @@ def project_for(root: Path, installed: Installed) -> Project:
     """The checkout, for the installed version.
 
     Raises:
-        BuildError: no patch series for that version, or a requirement that nothing installs.
+        BuildError: no patch series for that version, or a requirement that isn't installed: only
+            files are changed here.
     """
     distribution = load(root / PINS)
-    if distribution.requires:
-        raise BuildError(
-            f"{PINS} asks for {', '.join(distribution.requires)}, which a change of an installed "
-            "vLLM doesn't install: install the wheel instead"
-        )
+    for requirement in map(Requirement, distribution.requires):
+        _check_installed(requirement, installed.site)
     public = installed.version.partition("+")[0]
     environ = {VERSION_VARIABLE: public, TARGET_VARIABLE: "cuda"}
     return Project(root, distribution, choose(distribution, environ, lambda: True))
+
+
+def _check_installed(requirement: Requirement, site: Path) -> None:
+    """The base has it, as a dependency of vLLM's."""
+    path = [str(site), *sys.path]
+    found = next(iter(importlib.metadata.distributions(name=requirement.name, path=path)), None)
+    if found is None or found.version not in requirement.specifier:
+        has = "isn't installed" if found is None else f"is installed as {found.version}"
+        raise BuildError(f"{PINS} asks for {requirement}, but {requirement.name} {has} in {site}")
 
 
 def write_delta(project: Project, installed: Installed, folder: Path) -> None:

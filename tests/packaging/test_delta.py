@@ -111,10 +111,10 @@ def test_only_what_differs_is_written(checkout: Checkout, site: Path, tmp_path: 
 
 
 def test_our_commands_lie_beside_upstreams(checkout: Checkout, site: Path, tmp_path: Path) -> None:
-    checkout.write("pykvcache/cli.py", "def app() -> None: ...\n")
+    checkout.write("pykvcache/cli.py", "def main() -> None: ...\n")
     changed(checkout, site, tmp_path / "delta")
     command = tmp_path / "prefix" / "bin" / "pykvcache"
-    assert "from pykvcache.cli import app\n" in command.read_text()
+    assert "from pykvcache.cli import main\n" in command.read_text()
     assert command.stat().st_mode & 0o777 == 0o755
 
 
@@ -137,12 +137,30 @@ def test_other_contents_are_refused(checkout: Checkout, site: Path, tmp_path: Pa
     assert not (tmp_path / "delta").exists()
 
 
-def test_requirements_that_nothing_would_install_are_refused(
-    checkout: Checkout, site: Path
+@pytest.mark.parametrize(
+    ("has", "why"), [(None, "isn't installed"), ("3.3.9", r"is installed as 3\.3\.9")]
+)
+def test_requirements_that_the_base_lacks_are_refused(
+    checkout: Checkout, site: Path, has: str | None, why: str
 ) -> None:
-    checkout.pin(requires='["xxhash>=3.4"]')
-    with pytest.raises(BuildError, match=r"asks for xxhash>=3\.4"):
+    checkout.pin(requires='["coldhash>=3.4"]')
+    if has is not None:
+        install_nothing(site, "coldhash", has)
+    with pytest.raises(BuildError, match=rf"asks for coldhash>=3\.4, but coldhash {why}"):
         project_for(checkout.root, Installed(site, INFO, VERSION))
+
+
+def test_requirements_that_the_base_has_are_met(checkout: Checkout, site: Path) -> None:
+    checkout.pin(requires='["coldhash>=3.4"]')
+    install_nothing(site, "coldhash", "3.5")
+    assert project_for(checkout.root, Installed(site, INFO, VERSION)).version
+
+
+def install_nothing(site: Path, name: str, version: str) -> None:
+    """A distribution's metadata alone."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def test_vllm_has_to_be_installed_from_a_wheel(site: Path, tmp_path: Path) -> None:
