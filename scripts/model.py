@@ -184,6 +184,8 @@ def convert(gguf: Path, checkpoint: Path, dtype: str) -> None:
 def _publish(checkpoint: Path, directory: Path, dtype: str) -> None:
     if not _is_checkpoint(checkpoint, dtype):
         raise ModelError(f"The conversion of {PACKAGE} gave no usable {dtype} checkpoint.")
+    for path in checkpoint.iterdir():
+        path.chmod(0o644)  # the weights are written 0600, which a container's user can't read
     if directory.exists():
         shutil.rmtree(directory)
     try:
