@@ -86,6 +86,13 @@ def test_there_are_commands() -> None:
     assert COMMANDS.count("docker run") >= 2
 
 
+def test_the_readme_runs_the_cuda_image_as_documented() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    found = re.search(r"(?m)^    docker run (?:.*\\\n)*.*$", readme)
+    assert found
+    assert " ".join(found[0].split()) in " ".join(COMMANDS.split())
+
+
 def test_documented_targets_and_arguments_exist() -> None:
     assert set(re.findall(r"--target[ =](\S+)", COMMANDS)) <= {"cpu", "cuda"}
     arguments = set(re.findall(r"--build-arg[ =](\w+)=", COMMANDS))
