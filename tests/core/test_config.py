@@ -72,6 +72,7 @@ def test_only_the_documented_options_come_from_the_environment() -> None:
         "read_bandwidth_max": "1",
         "write_bandwidth_max": "1",
         "load_deadline_s": "1",
+        "trace_path": "1",
     }
 
 

@@ -32,7 +32,6 @@ REQUESTS_PER_CLIENT = 4
 SOAK_S = 120.0
 
 HITS = "vllm:kv_offload_load_hits_total"
-FINISHED = "vllm:request_success_total"
 GONE = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -113,7 +112,6 @@ def assert_right(place: Place, outcome: Outcome) -> None:
     assert wrong == [], f"{len(wrong)} of {len(outcome.answers)} answers"
     assert outcome.answers and outcome.hung_up
     metrics = place.server.metrics()
-    assert metrics.total(FINISHED, finished_reason="abort") > 0
     assert min(metrics.by(HITS, "tier").values()) > 0
     failures = {reason for reason, count in metrics.by(FAILURES, "reason").items() if count}
     assert failures <= {"dropped"}, "blocks of stores may be needed first; nothing else fails"
