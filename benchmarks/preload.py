@@ -53,6 +53,9 @@ TOKENS_PER_BLOCK = 128
 BLOCKS_PER_REQUEST = -(
     -(CHUNKS[7500] * TOKENS_PER_CHUNK + QUESTION_TOKENS + ANSWER_TOKENS) // TOKENS_PER_BLOCK
 )
+KV_CACHE_GIB = 2
+"""Said, because by default vLLM takes most of the memory, which the second server then lacks; the
+blocks above are fewer."""
 FILE_BYTES = "vllm:kv_offload_file_bytes_total"
 ROUNDS = 5
 GROUP = "pykvcache-benchmark"
@@ -149,7 +152,7 @@ class Bench:
             f"--max-num-seqs={seqs}",
             f"--num-gpu-blocks-override={seqs * BLOCKS_PER_REQUEST + 1}",
         ]
-        environment = {"VLLM_SERVER_DEV_MODE": "1"}
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
         log = self._directory / "logs" / f"preload-{name}.log"
         server = self._stack.enter_context(
             Server(ServerOptions(self._model, log, arguments, environment))
