@@ -41,6 +41,7 @@ end() {
     fi
 }
 trap end EXIT
+b rm --all >/dev/null # what a run that was interrupted has left
 
 # -- Images ----------------------------------------------------------------------------------------
 
@@ -101,9 +102,11 @@ metric() { # name; prints the sum over its labels
         awk -v name="$1" '$1 ~ "^" name "[{ ]*" && $1 !~ "^#" { sum += $NF } END { printf "%d\n", sum }'
 }
 
+# The root is elsewhere than in the image: with chroot isolation buildah mounts the image's own volume
+# over what is asked for at the same place.
 inside() { # command: runs it in the container as the image's user
     b run --isolation chroot --user 10001:10001 --volume "$MODEL:/model:ro" \
-        --volume "$WORK/root:/var/cache/pykvcache" --volume "$WORK/pid:/pid" \
+        --volume "$WORK/root:/kv" --env PYKVCACHE_ROOT=/kv --volume "$WORK/pid:/pid" \
         --env VLLM_CPU_KVCACHE_SPACE=1 --env HF_HUB_OFFLINE=1 --env VLLM_NO_USAGE_STATS=1 \
         --env HEALTH_PORT="$PORT" "$container" -- "$@"
 }
