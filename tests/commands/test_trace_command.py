@@ -51,6 +51,20 @@ def test_a_picture_is_drawn(traces: Path, tmp_path: Path) -> None:
     assert "forward pass" in picture and "worker-0" in picture
 
 
+def test_tracks_can_be_left_out(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "traces", "worker-0", events_max=10)
+    for track in ("read 1", "open 1", "open 2"):
+        tracer.span(track, track, 5 * SECOND_NS, 6 * SECOND_NS)
+    tracer.close()
+    output = tmp_path / "timeline.svg"
+    done = run("trace", "render", tmp_path / "traces", "-o", output, "--without", "open")
+    assert done.returncode == 0, done.stderr
+    assert "read 1" in output.read_text() and "open" not in output.read_text()
+    done = run("trace", "render", tmp_path / "traces", "-o", output, "--without", "opens")
+    assert done.returncode == 1
+    assert "--without is 'opens': must be one of open, read" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
