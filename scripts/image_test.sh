@@ -86,8 +86,8 @@ build() { # target, image, options
         --tag "$image" "$@" . >/dev/null
 }
 
-bytes_of() { b inspect --type image --format '{{.FromImageID}}' "$1" >/dev/null; b images --json "$1" |
-    "$PYTHON" -c 'import json, sys; print(json.load(sys.stdin)[0]["size"])'; }
+bytes_of() { b inspect --type image --format '{{.Manifest}}' "$1" | # the layers, uncompressed
+    "$PYTHON" -c 'import json, sys; print(sum(layer["size"] for layer in json.load(sys.stdin)["layers"]))'; }
 
 # -- Serving ---------------------------------------------------------------------------------------
 
