@@ -143,9 +143,10 @@ def test_the_transfer_core_is_pure(path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "foreign"),
     [
-        ("transfer", ("reactor", "scheduler", "config", "identity")),
-        ("reactor", ("scheduler",)),
-        ("scheduler", ("reactor", "transfer")),
+        ("transfer", ("reactor", "scheduler", "capacity", "config", "identity")),
+        ("reactor", ("scheduler", "capacity")),
+        ("scheduler", ("reactor", "transfer", "capacity")),
+        ("capacity", ("reactor", "transfer", "scheduler")),
     ],
 )
 def test_layers_look_down_only(folder: str, foreign: tuple[str, ...]) -> None:

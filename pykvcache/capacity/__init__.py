@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the root within its limits; ``policy`` and ``budget`` decide (pure)."""
