@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the root within its limits; ``policy`` and ``budget`` decide (pure)."""
+"""Keeps the root within its limits: what is there, what goes first, who removes it.
+
+``scan`` reads the directory, ``policy`` and ``budget`` decide (pure), ``evictor`` removes
+under one lock for all processes.
+"""
