@@ -13,7 +13,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -22,9 +22,11 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from pykvcache.errors import ConfigError
+from pykvcache.sizes import ACCEPTED, parse_size
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -211,6 +213,58 @@ class Config(BaseModel):
         description="Seconds for which a look-up that found a chunk is believed without asking "
         "the filesystem again; a chunk deleted meanwhile is recomputed.",
     )
+    capacity: str = Field(
+        default="",
+        description="What the root may hold, all models and ranks together: bytes, '500GiB', or "
+        "'50%' of its filesystem; empty: whatever free_space_min leaves. Of servers that share a "
+        "root the one with the smallest decides.",
+        json_schema_extra={"environment": True},
+    )
+    free_space_min: str = Field(
+        default="10%",
+        description="What is left free on the root's filesystem, whoever fills it; given like "
+        "capacity. With less than this nothing is stored.",
+        json_schema_extra={"environment": True},
+    )
+    capacity_high_watermark: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="Share of the limit above which chunks are evicted, early enough that stores "
+        "need not wait for it.",
+    )
+    capacity_low_watermark: float = Field(
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="Share of the limit down to which they are evicted, below the high one: the "
+        "further, the less often the directory is read.",
+    )
+    eviction_policy: Literal["lru", "prefix", "none"] = Field(
+        default="lru",
+        description="Which chunks go first: the longest unused ('lru'), of a prefix the last ones; "
+        "with 'prefix' the last ones of all prefixes of about the same age. 'none': this server "
+        "evicts nothing, and stores nothing while the root is full.",
+        json_schema_extra={"environment": True},
+    )
+    eviction_files_per_s: float = Field(
+        default=500.0,
+        gt=0,
+        description="Files evicted per second at most: removing large files keeps a filesystem's "
+        "journal busy, and 500 chunks of 5 MiB are more than a drive takes in.",
+    )
+    capacity_scan_interval_s: float = Field(
+        default=300.0,
+        ge=1,
+        description="Seconds after which the root is counted again though its filesystem's free "
+        "space shows no need; a count takes some 20 s for a million files, in the background.",
+    )
+    touch_interval_s: float = Field(
+        default=60.0,
+        ge=1,
+        description="Times of use are told apart by so many seconds: a chunk's file gets a new "
+        "one at most once in this time.",
+    )
     trace_path: str = Field(
         default="",
         description="Directory into which each process writes a trace of its work for Perfetto; "
@@ -238,6 +292,28 @@ class Config(BaseModel):
         if isinstance(value, str | os.PathLike) and os.fspath(value):
             return Path(os.path.abspath(os.path.expanduser(os.fspath(value))))
         raise ValueError("must be the path of a directory")
+
+    @field_validator("capacity", "free_space_min", mode="before")
+    @classmethod
+    def _size(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError(f"must be {ACCEPTED}")
+        text = str(value).strip()
+        if info.field_name == "capacity" and not text:
+            return text
+        size = parse_size(text)
+        if info.field_name == "capacity" and not (size.amount or size.share):
+            raise ValueError(f"must be above 0: {ACCEPTED}")
+        return text
+
+    @model_validator(mode="after")
+    def _watermarks(self) -> Self:
+        if self.capacity_low_watermark >= self.capacity_high_watermark:
+            raise ValueError(
+                f"option 'capacity_low_watermark' is {self.capacity_low_watermark}: must be below "
+                f"'capacity_high_watermark', which is {self.capacity_high_watermark}"
+            )
+        return self
 
     @field_validator("*", mode="before")
     @classmethod
@@ -303,7 +379,10 @@ def _unknown_option(key: str) -> str:
 def _describe(error: ValidationError, own: set[str], from_environment: Mapping[str, str]) -> str:
     lines = []
     for detail in error.errors():
-        name = str(detail["loc"][0]) if detail["loc"] else "configuration"
+        if not detail["loc"]:  # a combination, which the message names itself
+            lines.append(detail["msg"].removeprefix("Value error, "))
+            continue
+        name = str(detail["loc"][0])
         origin = f"option '{name}'"
         if name in from_environment and name not in own:
             origin += f" (from {ENVIRONMENT_PREFIX}{name.upper()})"

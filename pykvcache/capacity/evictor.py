@@ -93,7 +93,7 @@ class Evictor:
         self,
         root: Path,
         budget: Budget,
-        policy: Policy,
+        policy: Policy | None,
         *,
         files_per_s: float,
         pause: Pause,
@@ -102,7 +102,7 @@ class Evictor:
     ) -> None:
         """Args:
         root: of the files.
-        budget, policy: what may stay, and what goes first.
+        budget, policy: what may stay, and what goes first; without a policy nothing goes.
         files_per_s: removed at most; 0 for no limit.
         pause: called between batches and after each leaf directory.
         space: asks the filesystem.
@@ -139,6 +139,8 @@ class Evictor:
         limit = self._budget.limit(found.usage.size, space)
         found.limit = limit
         excess = max(self._budget.excess(found.usage.size, space), extra)
+        if self._policy is None:
+            excess = 0
         if not dry:
             self.record.write(found.usage)
         while excess > 0:
@@ -151,8 +153,6 @@ class Evictor:
             # many and old, are never all that is found.
             _, victims = self._count(ordered[-1])
         found.excess = max(excess, 0)
-        if not dry and (found.files or found.temporaries):
-            self.record.write(found.usage)
         return found
 
     def _count(self, after: Victim | None) -> tuple[Round, Victims]:
@@ -167,6 +167,8 @@ class Evictor:
                 size += chunk.size
                 if chunk.name.removesuffix(SUFFIX) in pinned:
                     pinned_size += chunk.size
+                    continue
+                if self._policy is None:
                     continue
                 order = rank(self._policy, chunk.time_ns, now_ns)
                 victims.offer(Victim(order, leaf.path, chunk.name, chunk.size, chunk.time_ns))
@@ -244,6 +246,8 @@ class Evictor:
             self._clock(),
             usage.seconds,
         )
+        if not dry:
+            self.record.write(found.usage)
         return freed
 
     def _remove(self, found: Round, victim: Victim, pins: Pins) -> _End:

@@ -72,6 +72,9 @@ def test_only_the_documented_options_come_from_the_environment() -> None:
         "read_bandwidth_max": "1",
         "write_bandwidth_max": "1",
         "load_deadline_s": "1",
+        "capacity": "1",
+        "free_space_min": "1",
+        "eviction_policy": "1",
         "trace_path": "1",
     }
 
@@ -189,3 +192,30 @@ def test_the_root_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert parse_config({"root": "~/kv"}, {}).root == Path("/home/someone/kv")
     assert parse_config({"root": "kv/../x"}, {}).root == tmp_path / "x"
     assert parse_config({"root": Path("/a")}, {}).root == Path("/a")
+
+
+def test_sizes_are_bytes_units_or_shares() -> None:
+    for value in ("500GiB", "80%", 1 << 40, "1000"):
+        assert parse_config({"capacity": value}, NOTHING).capacity == str(value)
+    assert parse_config({}, {"PYKVCACHE_CAPACITY": "2TB"}).capacity == "2TB"
+    assert parse_config({"free_space_min": 0}, NOTHING).free_space_min == "0"
+
+
+@pytest.mark.parametrize("value", ["much", "120%", -1, 0, "0%", True, 1.5, None, "5 iB"])
+def test_a_bad_capacity_is_refused(value: object) -> None:
+    message = refusal({"capacity": value})
+    assert f"option 'capacity' is {value!r}: must be " in message
+    assert "'500GiB'" in message
+
+
+def test_an_empty_free_space_is_refused() -> None:
+    assert "option 'free_space_min' is ''" in refusal({"free_space_min": ""})
+
+
+def test_the_low_watermark_is_below_the_high_one() -> None:
+    message = refusal({"capacity_low_watermark": 0.95})
+    assert message == (
+        "option 'capacity_low_watermark' is 0.95: must be below 'capacity_high_watermark', which "
+        "is 0.95"
+    )
+    assert parse_config({"capacity_high_watermark": 1.0}, NOTHING).capacity_high_watermark == 1.0

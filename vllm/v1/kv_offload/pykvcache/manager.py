@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pykvcache.capacity.keeper import Keeper
 from pykvcache.config import Config
 from pykvcache.layout import ChunkPaths
 from pykvcache.scheduler.catalog import Catalog
@@ -40,7 +41,15 @@ class PyKVCacheManager(OffloadingManager):
         options: Config,
         rank_directories: Sequence[Path],
         tracer: Tracer | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
+        """Args:
+        options: of the server.
+        rank_directories: where each rank's files lie.
+        tracer: records what is decided.
+        keeper: keeps the root within its limits; started.
+        """
+        self._keeper = keeper
         self._catalog = Catalog(
             [ChunkPaths(directory) for directory in rank_directories],
             lookup_ttl_s=options.lookup_ttl_s,
@@ -82,13 +91,18 @@ class PyKVCacheManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The plan of a load: its keys in order."""
         self.trace.plan("load", req_context.req_id, keys)
+        self._touch(req_context)
         return ChunkSpec(tuple(keys))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """The plan of a store: the keys that are neither held nor being stored."""
+        """The plan of a store: the keys that are neither held nor being stored; none while the
+        root is full."""
         if req_context.req_id in self._storing_no_more:
+            keys = ()
+        elif self._keeper is not None and self._keeper.is_full:
+            self._metrics.refused += sum(not self._catalog.holds(key) for key in keys)
             keys = ()
         needed = [OffloadKey(key) for key in self._catalog.begin_store(keys)]
         self.trace.plan("store", req_context.req_id, needed)
@@ -101,6 +115,8 @@ class PyKVCacheManager(OffloadingManager):
     ) -> None:
         """The chunks can be found from now on; without success they are misses."""
         self._catalog.end_store(keys, stored=success)
+        if success:
+            self._touch(req_context)
 
     def on_load_failed(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """The chunks are misses for a while."""
@@ -112,9 +128,16 @@ class PyKVCacheManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Nothing more is planned for it."""
+        """Nothing more is planned for it; its chunks were used, those in the GPU too."""
+        self._touch(req_context)
         self._requests.discard(req_context.req_id)
         self._storing_no_more.discard(req_context.req_id)
+
+    def _touch(self, req_context: ReqContext) -> None:
+        if self._keeper is not None:
+            # All chunks of the request so far, of which the connector only tells one by one.
+            positions = getattr(req_context, "_offload_key_positions", {})
+            self._keeper.touch([(bytes(key), end) for key, end in positions.items()])
 
     def reset_cache(self) -> None:
         """Forget what was found. Files stay: they are as good for other servers as before.
@@ -129,8 +152,11 @@ class PyKVCacheManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed since the last call."""
-        return self._metrics.take(stores_pending=self._catalog.storing)
+        figures = self._keeper.figures if self._keeper is not None else None
+        return self._metrics.take(stores_pending=self._catalog.storing, capacity=figures)
 
     def shutdown(self) -> None:
-        """Nothing is left but the trace."""
+        """End the keeper, and write what is left of the trace."""
+        if self._keeper is not None:
+            self._keeper.stop()
         self.trace.close()

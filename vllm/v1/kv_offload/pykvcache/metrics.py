@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from pykvcache.capacity.keeper import Figures
 from pykvcache.reactor.reactor import Gauges
 from pykvcache.transfer.jobs import Direction, Failure, JobResult
 
@@ -40,6 +41,14 @@ SLOTS_RETAINED = "vllm:kv_offload_pool_slots_retained"
 SLOTS_STAGED = "vllm:kv_offload_pool_slots_staged"
 QUEUE = "vllm:kv_offload_queue_chunks"
 HITS = "vllm:kv_offload_load_hits"
+REFUSED = "vllm:kv_offload_stores_refused"
+ROOT_BYTES = "vllm:kv_offload_root_bytes"
+ROOT_FILES = "vllm:kv_offload_root_files"
+ROOT_PINNED = "vllm:kv_offload_root_pinned_bytes"
+ROOT_LIMIT = "vllm:kv_offload_root_limit_bytes"
+EVICTED_FILES = "vllm:kv_offload_evicted_files"
+EVICTED_BYTES = "vllm:kv_offload_evicted_bytes"
+EVICTION_SKIPPED = "vllm:kv_offload_eviction_skipped"
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -92,6 +101,34 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         QUEUE: OffloadingGaugeMetadata(
             documentation="KV chunks in each of the reactor's queues.",
             labelnames=("rank", "queue"),
+        ),
+        REFUSED: OffloadingCounterMetadata(
+            documentation="KV chunks not stored because the root was full.",
+        ),
+        ROOT_BYTES: OffloadingGaugeMetadata(
+            documentation="Bytes in the root, of all servers, models and ranks, when it was last "
+            "counted or evicted from.",
+        ),
+        ROOT_FILES: OffloadingGaugeMetadata(
+            documentation="KV files in the root, likewise.",
+        ),
+        ROOT_PINNED: OffloadingGaugeMetadata(
+            documentation="Bytes of pinned KV files among them.",
+        ),
+        ROOT_LIMIT: OffloadingGaugeMetadata(
+            documentation="Bytes that the root may hold, by this server's capacity and "
+            "free_space_min; follows the filesystem's free space.",
+        ),
+        EVICTED_FILES: OffloadingCounterMetadata(
+            documentation="KV files evicted by this server.",
+        ),
+        EVICTED_BYTES: OffloadingCounterMetadata(
+            documentation="Their bytes.",
+        ),
+        EVICTION_SKIPPED: OffloadingCounterMetadata(
+            documentation="Files and directories that could not be evicted or read, by the "
+            "error's name; 'not_a_file' has a KV file's name and is none. Counted in every round.",
+            labelnames=("reason",),
         ),
     }
 
@@ -157,15 +194,41 @@ class ManagerMetrics:
 
     def __init__(self) -> None:
         self._stores_pending: int | None = None
+        self._capacity: Figures | None = None
+        self.refused = 0
+        """Chunks not stored since the last call of :meth:`take`."""
 
-    def take(self, *, stores_pending: int) -> OffloadingConnectorStats | None:
+    def take(
+        self, *, stores_pending: int, capacity: Figures | None = None
+    ) -> OffloadingConnectorStats | None:
         """What has changed since the last call; None when nothing has."""
-        if stores_pending == self._stores_pending:
-            return None
-        self._stores_pending = stores_pending
         stats = OffloadingConnectorStats()
-        stats.set_gauge(STORES_PENDING, stores_pending)
-        return stats
+        if stores_pending != self._stores_pending:
+            self._stores_pending = stores_pending
+            stats.set_gauge(STORES_PENDING, stores_pending)
+        if self.refused:
+            stats.increase_counter(REFUSED, self.refused)
+            self.refused = 0
+        if capacity is not None and capacity != self._capacity:
+            before, self._capacity = self._capacity or Figures(), capacity
+            _count_capacity(stats, before, capacity)
+        return None if stats.is_empty() else stats
+
+
+def _count_capacity(stats: OffloadingConnectorStats, before: Figures, now: Figures) -> None:
+    stats.set_gauge(ROOT_LIMIT, now.limit)
+    if now.usage is not None:
+        stats.set_gauge(ROOT_BYTES, now.usage.size)
+        stats.set_gauge(ROOT_FILES, now.usage.files)
+        stats.set_gauge(ROOT_PINNED, now.usage.pinned)
+    for name, more in (
+        (EVICTED_FILES, now.evicted_files - before.evicted_files),
+        (EVICTED_BYTES, now.evicted_size - before.evicted_size),
+    ):
+        if more:
+            stats.increase_counter(name, more)
+    for reason, more in (now.skipped - before.skipped).items():
+        stats.increase_counter(EVICTION_SKIPPED, more, (reason,))
 
 
 def worker_stats(connector_worker: OffloadingConnectorWorker | None) -> KVConnectorStats | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -15,12 +16,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from pykvcache.capacity.keeper import Keeper
 from pykvcache.config import Config
 from pykvcache.identity import Identity, claim_directory
-from pykvcache.layout import rank_directory
+from pykvcache.layout import ChunkPaths, rank_directory
 from vllm.v1.kv_offload.pykvcache.backend import logged_refusal, settings_of
 from vllm.v1.kv_offload.pykvcache.metrics import metric_definitions
 from vllm.v1.kv_offload.pykvcache.tracing import make_tracer
+
+logger = init_logger(__name__)
 
 
 class PyKVCacheSpec(OffloadingSpec):
@@ -52,9 +56,11 @@ class PyKVCacheSpec(OffloadingSpec):
 
         ranks = range(self.config.parallel.world_size)
         directories = [rank_directory(self.directory, rank) for rank in ranks]
+        keeper = Keeper(self.options, [ChunkPaths(path) for path in directories], logger)
         with logged_refusal():
             tracer = make_tracer(self.options, "scheduler")
-        return PyKVCacheManager(self.options, directories, tracer)
+        keeper.start()
+        return PyKVCacheManager(self.options, directories, tracer, keeper)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """One rank's transfers."""
