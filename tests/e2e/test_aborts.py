@@ -130,7 +130,7 @@ def assert_nothing_left(place: Place) -> None:
     assert left == {}
     files = [path for path in place.site.root.rglob("*") if path.is_file()]
     chunks = set(kv_files(place.site.root))
-    assert {path.name for path in files if path not in chunks} <= {"identity.json"}
+    assert {path.name for path in files if path not in chunks} <= {"identity.json", ".capacity"}
 
 
 def leftovers(metrics: Metrics) -> dict[str, float]:

@@ -171,4 +171,4 @@ def test_another_model_in_the_same_root_is_kept_apart(
 
 def test_no_temporary_file_is_left(run: Run, site: Site) -> None:
     names = {path.name for path in site.root.rglob("*") if path.is_file()}
-    assert {name for name in names if not name.endswith(".kv")} == {"identity.json"}
+    assert {name for name in names if not name.endswith(".kv")} == {"identity.json", ".capacity"}
