@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``pykvcache`` command. Serving never imports it.
 
-Exit codes: 0 done, 1 refused or not found (the message says why), 2 wrong usage.
+Exit codes: 0 done, 1 refused, not found or not wholly done (the message says why), 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from pykvcache.commands import trace
+from pykvcache.commands import content, trace, upkeep
 from pykvcache.errors import ConfigError
 
 app = typer.Typer(
@@ -20,11 +20,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(trace.app, name="trace")
+for command in (
+    content.ls,
+    content.stats,
+    upkeep.gc,
+    upkeep.clear,
+    upkeep.pin,
+    upkeep.unpin,
+):
+    app.command()(command)
 
 
 @app.callback()
 def _options() -> None:
-    """Commands come in groups, also while there is only one of them."""
+    """No options before the command."""
 
 
 def main() -> None:

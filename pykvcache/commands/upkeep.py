@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pykvcache gc``, ``clear``, ``pin`` and ``unpin``: they work beside running servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pykvcache.capacity.evictor import Evictor, Round
+from pykvcache.capacity.keeper import budget_of, policy_of
+from pykvcache.capacity.pins import DIRECTORY, Pins
+from pykvcache.commands.roots import (
+    Found,
+    JsonOption,
+    ModelOption,
+    RootOption,
+    check_key,
+    chosen_identities,
+    chunks,
+    config_of,
+    print_json,
+)
+from pykvcache.errors import ConfigError
+from pykvcache.layout import ChunkPaths
+from pykvcache.sizes import format_bytes
+
+Key = Annotated[str, typer.Argument(help="A chunk's key in hex, or its file's name.")]
+
+
+def gc(
+    root: RootOption = None,
+    capacity: Annotated[
+        str | None, typer.Option("--capacity", help="As the option of servers: '500GiB', '50%'.")
+    ] = None,
+    free_space_min: Annotated[
+        str | None, typer.Option("--free-space-min", help="As the option of servers.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="'lru' or 'prefix'.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Evict down to the limits once, as servers do, and remove leftovers of killed writers."""
+    if policy not in (None, "lru", "prefix"):
+        raise ConfigError(f"--policy is '{policy}': must be 'lru' or 'prefix'")
+    config = config_of(
+        root, capacity=capacity, free_space_min=free_space_min, eviction_policy=policy
+    )
+    evictor = Evictor(
+        config.root,
+        budget_of(config),
+        policy_of(config),
+        files_per_s=0.0,
+        pause=lambda _seconds: False,
+    )
+    try:
+        done = evictor.run(dry=dry_run)
+    except OSError as error:
+        raise ConfigError(f"'{config.root}' cannot be cleaned: {error}") from None
+    if done is None:
+        raise ConfigError(
+            f"a server or another `pykvcache gc` is evicting from '{config.root}' just now; try "
+            "again later"
+        )
+    _tell(done, as_json, dry_run)
+
+
+def _tell(done: Round, as_json: bool, dry_run: bool) -> None:
+    if as_json:
+        document: dict[str, Any] = {
+            "dry_run": dry_run,
+            "evicted_files": done.files,
+            "evicted_bytes": done.size,
+            "temporaries": done.temporaries,
+            "files": done.usage.files,
+            "bytes": done.usage.size,
+            "pinned_bytes": done.usage.pinned,
+            "limit_bytes": done.limit,
+            "excess_bytes": done.excess,
+            "skipped": dict(done.skipped),
+            "problems": [{"path": path, "why": why} for path, why in done.problems],
+        }
+        print_json(document)
+    else:
+        for path, why in done.problems:
+            print(f"skipped '{path}': {why}")
+        verb = "would evict" if dry_run else "evicted"
+        print(
+            f"{verb} {done.files} files, {format_bytes(done.size)}; {done.usage.files} files, "
+            f"{format_bytes(done.usage.size)} of at most {format_bytes(done.limit)} are left"
+        )
+        if done.excess:
+            print(f"{format_bytes(done.excess)} too many are pinned or cannot be removed")
+    if done.excess:
+        raise typer.Exit(1)
+
+
+def clear(
+    root: RootOption = None,
+    identity: ModelOption = "",
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove all chunks, pinned ones too; of one identity with --identity. Running servers miss
+    them, and go on storing."""
+    config = config_of(root)
+    chosen = chosen_identities(config.root, identity)
+    names = ", ".join(each.name for each in chosen) or "nothing"
+    if not yes:
+        typer.confirm(f"Remove all chunks of {names} in '{config.root}'?", abort=True, err=True)
+    files = size = failed = 0
+    for found in chunks(chosen):
+        if _remove(found):
+            files += 1
+            size += found.file.size
+        else:
+            failed += 1
+    for each in chosen:
+        shutil.rmtree(each / DIRECTORY, ignore_errors=True)
+    if as_json:
+        print_json({"removed_files": files, "removed_bytes": size, "failed_files": failed})
+    else:
+        print(f"removed {files} files, {format_bytes(size)}" + f"; {failed} failed" * bool(failed))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _remove(found: Found) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            os.unlink(found.path)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            typer.echo(f"'{found.path}' cannot be removed: {error.strerror}", err=True)
+            return False
+    return True
+
+
+def pin(
+    key: Key, root: RootOption = None, identity: ModelOption = "", as_json: JsonOption = False
+) -> None:
+    """Never evict a chunk, of any rank. A prefix is pinned by pinning each of its chunks."""
+    digits = check_key(key)
+    where = _where(config_of(root).root, identity, digits)
+    try:
+        Pins(where).add(digits)
+    except OSError as error:
+        raise ConfigError(f"'{digits}' cannot be pinned in '{where}': {error.strerror}") from None
+    if not _holds(where, digits):  # evicted between the look and the pin
+        Pins(where).remove(digits)
+        raise ConfigError(f"key is '{digits}': the chunk has just been evicted")
+    _tell_pin(where, digits, True, as_json)
+
+
+def unpin(
+    key: Key, root: RootOption = None, identity: ModelOption = "", as_json: JsonOption = False
+) -> None:
+    """Let a chunk be evicted again."""
+    digits = check_key(key)
+    holders = [
+        each for each in chosen_identities(config_of(root).root, identity) if _unpin(each, digits)
+    ]
+    if not holders:
+        raise ConfigError(f"key is '{digits}': it is not pinned")
+    _tell_pin(holders[0], digits, False, as_json)
+
+
+def _unpin(identity: Path, digits: str) -> bool:
+    try:
+        return Pins(identity).remove(digits)
+    except OSError as error:
+        raise ConfigError(f"'{digits}' cannot be unpinned: {error.strerror}") from None
+
+
+def _tell_pin(identity: Path, digits: str, pinned: bool, as_json: bool) -> None:
+    if as_json:
+        print_json({"identity": identity.name, "key": digits, "pinned": pinned})
+    else:
+        print(f"{'pinned' if pinned else 'unpinned'} {digits} of {identity.name}")
+
+
+def _where(root: Path, start: str, digits: str) -> Path:
+    holders = [each for each in chosen_identities(root, start) if _holds(each, digits)]
+    if not holders:
+        raise ConfigError(f"key is '{digits}': no chunk of that key is in '{root}'")
+    if len(holders) > 1:
+        names = ", ".join(each.name for each in holders)
+        raise ConfigError(f"key is '{digits}': several identities hold it, choose one: {names}")
+    return holders[0]
+
+
+def _holds(identity: Path, digits: str) -> bool:
+    return any(
+        os.path.exists(ChunkPaths(rank).final(bytes.fromhex(digits)))
+        for rank in identity.glob("rank-*")
+    )
