@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from pykvcache.capacity.no_space import NoSpaceReporter
 from pykvcache.geometry import ChunkGeometry, PageReference
 from pykvcache.identity import RankIdentity, claim_directory
 from pykvcache.layout import ChunkPaths, rank_directory
@@ -100,6 +101,7 @@ class PyKVCacheWorker(OffloadingWorker):
         self._jobs: dict[int, Job] = {}
         self._refused: list[ChunkTransferResult] = []
         self._metrics = WorkerMetrics(parallel.rank)
+        self._no_space = NoSpaceReporter(options.root)
         self._reactor.start()
         pool.populate_in_background(2 * options.slots_min)
         if options.switch_interval_s:
@@ -221,6 +223,8 @@ class PyKVCacheWorker(OffloadingWorker):
         failed = [chunk for chunk in job.chunks if chunk.key in result.failures]
         if failed:
             self._log_failures(job, result)
+        if Failure.NO_SPACE in result.failures.values():
+            self._no_space.report()
         return ChunkTransferResult(
             job_id=result.job_id,
             success=not failed,
