@@ -121,6 +121,7 @@ class Keeper:
         self._touched: OrderedDict[bytes, int] = OrderedDict()
         self._reported: set[str] = set()
         self._said = False
+        self._said_full = False
         self._stop = threading.Event()
         self._resumed_s = 0.0
         self._looked_s = 0.0
@@ -183,14 +184,14 @@ class Keeper:
         self._touch_files()
         space, usage = self._look()
         extra = self._no_space(usage)
-        if not extra and not self._is_due(usage, space):
-            return
-        done = self._evictor.run(extra)
-        if done is not None:
-            if extra and done.files:
-                self._no_space_until_s = 0.0
-            self._report(done)
-            self._look()
+        if extra or self._is_due(usage, space):
+            done = self._evictor.run(extra)
+            if done is not None:
+                if extra and done.files:
+                    self._no_space_until_s = 0.0
+                self._report(done)
+                self._look()
+        self._report_full()
 
     def _look(self) -> tuple[Space, Usage | None]:
         """Ask the filesystem, and say whether stores may go on."""
@@ -201,17 +202,6 @@ class Keeper:
         full = self._budget.is_full(used, space) or self._looked_s < self._no_space_until_s
         limit = self._budget.limit(used, space)
         figures = self.figures
-        if full and not figures.is_full:
-            self._log.warning(
-                "KV offloading stores nothing for now: the root '%s' holds about %s of at most %s, "
-                "and %s are free on its filesystem",
-                self._root,
-                format_bytes(used),
-                format_bytes(limit),
-                format_bytes(space.free),
-            )
-        elif figures.is_full and not full:
-            self._log.info("KV offloading stores again")
         self.figures = Figures(
             usage, limit, full, figures.evicted_files, figures.evicted_size, figures.skipped
         )
@@ -297,6 +287,22 @@ class Keeper:
                 format_bytes(done.size),
             )
         self._report_problems(done)
+
+    def _report_full(self) -> None:
+        """Say when a round has not helped; that stores pause until one has is only counted."""
+        figures = self.figures
+        if figures.is_full and not self._said_full:
+            self._log.warning(
+                "KV offloading stores nothing for now: the root '%s' holds %s of at most %s, and "
+                "%s are free on its filesystem",
+                self._root,
+                format_bytes(figures.usage.size if figures.usage else 0),
+                format_bytes(figures.limit),
+                format_bytes(self._space(self._root).free),
+            )
+        elif self._said_full and not figures.is_full:
+            self._log.info("KV offloading stores again")
+        self._said_full = figures.is_full
 
     def _report_problems(self, done: Round) -> None:
         new = [problem for problem in done.problems if problem[0] not in self._reported]
