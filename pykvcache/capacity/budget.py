@@ -28,7 +28,7 @@ class Usage:
     Attributes:
         files, size: chunk files and their bytes, and those of temporaries.
         pinned: bytes of pinned chunks among them.
-        free: bytes free on the filesystem just then.
+        free: bytes free on the filesystem when it began, and what was evicted since.
         at_s: when it ended, seconds of the Unix epoch.
         seconds: how long it took.
     """
@@ -62,10 +62,6 @@ class Budget:
         if self.capacity is not None:
             limit = min(limit, self.capacity.of(space.total))
         return max(limit, 0)
-
-    def is_full(self, used: int, space: Space) -> bool:
-        """Whether nothing more may be stored."""
-        return used >= self.limit(used, space)
 
     def is_high(self, used: int, space: Space) -> bool:
         """Whether eviction is due."""

@@ -157,6 +157,8 @@ class Evictor:
 
     def _count(self, after: Victim | None) -> tuple[Round, Victims]:
         start = self._clock()
+        # Before the count, so that what is written meanwhile is taken into account twice at worst.
+        free = self._space(self._root).free
         now_ns = int(start * SECOND_NS)
         victims = Victims(VICTIMS_MAX, after)
         files = size = pinned_size = 0
@@ -176,7 +178,6 @@ class Evictor:
                 size += self._sweep(found, leaf, temporary, now_ns)
             self._rest(0.0)
         end = self._clock()
-        free = self._space(self._root).free
         found.usage = Usage(files, size, pinned_size, free, end, end - start)
         return found, victims
 
@@ -242,7 +243,8 @@ class Evictor:
             usage.files - gone,
             usage.size - freed,
             usage.pinned,
-            self._space(self._root).free,
+            # Not what is free by now: what others wrote since the count is not in the size either.
+            usage.free + freed,
             self._clock(),
             usage.seconds,
         )

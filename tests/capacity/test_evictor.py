@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pykvcache.capacity import evictor as evictor_module
-from pykvcache.capacity.budget import Budget
+from pykvcache.capacity.budget import Budget, estimate
 from pykvcache.capacity.evictor import Evictor, Round, Stopped
 from pykvcache.capacity.pins import Pins
 from pykvcache.capacity.policy import Policy
@@ -83,6 +83,22 @@ def test_the_count_is_left_for_others(root: Root) -> None:
     usage = Record(root.path).read()
     assert usage is not None
     assert (usage.files, usage.size, usage.free) == (9, 900, 1_000_000 - 900)
+
+
+def test_what_others_write_during_a_round_is_not_forgotten(root: Root) -> None:
+    root.fill(range(100))
+    disk = Disk(root)
+    written = iter(range(1000, 1010))
+
+    def writing(_seconds: float) -> bool:
+        for number in written:
+            root.add(number, 100, NOW_S)
+        return False
+
+    done = run(root, 9000, space=disk, pause=writing)
+    usage = Record(root.path).read()
+    assert usage is not None and done.files
+    assert estimate(usage, disk(root.path)) >= root.size()
 
 
 def test_all_ranks_and_identities_are_one_root(tmp_path: Path) -> None:
