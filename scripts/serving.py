@@ -455,6 +455,8 @@ def _serve_environment(overlay: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONUNBUFFERED": "1",
+        # What these servers store goes when they have ended, however full the disk is.
+        "PYKVCACHE_FREE_SPACE_MIN": os.environ.get("PYKVCACHE_FREE_SPACE_MIN", "1GiB"),
         **overlay,
     }
 
