@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pykvcache.capacity.admission import Room
 from pykvcache.capacity.budget import Budget, Space, Usage, estimate
 from pykvcache.capacity.evictor import Evictor, Round, Stopped, space_of
 from pykvcache.capacity.policy import SECOND_NS, Policy, time_of_use
@@ -129,6 +130,8 @@ class Keeper:
         self._no_space_until_s = 0.0
         self.figures = Figures()
         """The latest; replaced as a whole."""
+        self.room = Room(0, 0)
+        """Likewise, what may be stored until the next look; nothing before the first."""
         self._thread = threading.Thread(target=self._run, name="pykvcache-keeper", daemon=True)
 
     # --- the scheduler's thread
@@ -136,7 +139,7 @@ class Keeper:
     @property
     def is_full(self) -> bool:
         """Whether nothing may be stored for now."""
-        return self.figures.is_full
+        return self.room.size <= 0
 
     def touch(self, chunks: Chunks) -> None:
         """These were used, all chunks of a prefix from its start on. Never blocks."""
@@ -199,8 +202,10 @@ class Keeper:
         usage = self._evictor.record.read()
         self._looked_s = self._clock()
         used = estimate(usage, space) if usage else 0
-        full = self._budget.is_full(used, space) or self._looked_s < self._no_space_until_s
         limit = self._budget.limit(used, space)
+        uncounted = usage is None and self._budget.capacity is not None
+        full = used >= limit or uncounted or self._looked_s < self._no_space_until_s
+        self.room = Room(self.room.look + 1, 0 if full else limit - used)
         figures = self.figures
         self.figures = Figures(
             usage, limit, full, figures.evicted_files, figures.evicted_size, figures.skipped

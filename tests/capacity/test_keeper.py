@@ -126,6 +126,33 @@ def test_nothing_is_stored_while_the_root_is_full(
     assert "stores again" in caplog.text
 
 
+def test_nothing_is_stored_before_what_is_there_was_counted(site: Site) -> None:
+    keeper = site.keeper()
+    assert keeper.room.size == 0
+    with Record(site.root.path).try_lock():  # somebody else is counting
+        keeper.turn()
+        assert keeper.room.size == 0
+    keeper.turn()
+    assert keeper.room.size == 2000
+
+
+def test_without_a_capacity_the_free_space_is_known_before_a_count(site: Site) -> None:
+    keeper = site.keeper(capacity="", free_space_min="90%")
+    with Record(site.root.path).try_lock():
+        keeper.turn()
+    assert keeper.room.size == 100_000
+
+
+def test_each_look_tells_the_room_that_is_left(site: Site) -> None:
+    keeper = site.keeper()
+    keeper.turn()
+    before = keeper.room
+    site.root.fill(range(3))
+    keeper.turn()
+    assert keeper.room.size == before.size - 300
+    assert keeper.room.look > before.look
+
+
 def test_a_disk_that_others_fill_is_full_whatever_is_evicted(site: Site) -> None:
     site.root.fill(range(10))
     site.disk.others = site.disk.total - 1100

@@ -12,11 +12,14 @@ pytest.importorskip("vllm.v1.kv_offload.pykvcache.manager", reason="needs the pa
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
+from pykvcache.capacity.admission import Room
 from pykvcache.capacity.budget import Usage
 from pykvcache.capacity.keeper import Chunks, Figures, Keeper
 from pykvcache.config import Config
 from vllm.v1.kv_offload.pykvcache import metrics
 from vllm.v1.kv_offload.pykvcache.manager import PyKVCacheManager
+
+CHUNK_BYTES = 100
 
 
 def key(chunk: int) -> OffloadKey:
@@ -28,12 +31,9 @@ class FakeKeeper:
 
     def __init__(self) -> None:
         self.figures = Figures()
+        self.room = Room(1, 10_000)
         self.touched: list[list[tuple[bytes, int]]] = []
         self.stopped = False
-
-    @property
-    def is_full(self) -> bool:
-        return self.figures.is_full
 
     def touch(self, chunks: Chunks) -> None:
         self.touched.append(list(chunks))
@@ -50,7 +50,8 @@ def keeper() -> FakeKeeper:
 @pytest.fixture
 def manager(tmp_path: Path, keeper: FakeKeeper) -> PyKVCacheManager:
     directories = [tmp_path / "rank-0000"]
-    return PyKVCacheManager(Config(root=tmp_path), directories, None, cast(Keeper, keeper))
+    options = Config(root=tmp_path)
+    return PyKVCacheManager(options, directories, None, cast(Keeper, keeper), CHUNK_BYTES)
 
 
 @pytest.fixture
@@ -70,13 +71,31 @@ def test_a_full_root_refuses_stores_and_counts_them(
     manager: PyKVCacheManager, keeper: FakeKeeper
 ) -> None:
     request = ReqContext("request")
-    keeper.figures = Figures(is_full=True)
+    keeper.room = Room(1, 0)
     output = manager.prepare_store([key(1), key(2)], request)
     assert output is not None and list(output.keys_to_store) == []
     assert metrics.REFUSED in str(stats_of(manager))
-    keeper.figures = Figures()
+    keeper.room = Room(2, 10_000)
     output = manager.prepare_store([key(1), key(2)], request)
     assert output is not None and list(output.keys_to_store) == [key(1), key(2)]
+
+
+def test_a_look_admits_a_quarter_of_the_room_from_the_start_of_the_prefix(
+    manager: PyKVCacheManager, keeper: FakeKeeper
+) -> None:
+    """Counting what is being stored and what has been since, until the next look."""
+    request = ReqContext("request")
+    keeper.room = Room(1, 12 * CHUNK_BYTES)
+    first = manager.prepare_store([key(chunk) for chunk in range(2)], request)
+    second = manager.prepare_store([key(chunk) for chunk in range(2, 5)], request)
+    assert first is not None and list(first.keys_to_store) == [key(0), key(1)]
+    assert second is not None and list(second.keys_to_store) == [key(2)]
+    manager.complete_store([key(0), key(1), key(2)], request)
+    third = manager.prepare_store([key(3)], request)
+    assert third is not None and list(third.keys_to_store) == []
+    keeper.room = Room(3, 40 * CHUNK_BYTES)
+    fourth = manager.prepare_store([key(chunk) for chunk in range(3, 20)], request)
+    assert fourth is not None and list(fourth.keys_to_store) == [key(c) for c in range(3, 10)]
 
 
 def test_the_whole_prefix_is_touched_when_it_is_used(

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pykvcache.capacity.admission import Admission
 from pykvcache.capacity.keeper import Keeper
 from pykvcache.config import Config
 from pykvcache.layout import ChunkPaths
@@ -42,14 +43,17 @@ class PyKVCacheManager(OffloadingManager):
         rank_directories: Sequence[Path],
         tracer: Tracer | None = None,
         keeper: Keeper | None = None,
+        chunk_bytes: int = 1,
     ) -> None:
         """Args:
         options: of the server.
         rank_directories: where each rank's files lie.
         tracer: records what is decided.
         keeper: keeps the root within its limits; started.
+        chunk_bytes: of one chunk's files, all ranks together.
         """
         self._keeper = keeper
+        self._admission = Admission(chunk_bytes)
         self._catalog = Catalog(
             [ChunkPaths(directory) for directory in rank_directories],
             lookup_ttl_s=options.lookup_ttl_s,
@@ -97,24 +101,32 @@ class PyKVCacheManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """The plan of a store: the keys that are neither held nor being stored; none while the
-        root is full."""
+        """The plan of a store: the keys that are neither held nor being stored, as far as the
+        root has room."""
         if req_context.req_id in self._storing_no_more:
             keys = ()
-        elif self._keeper is not None and self._keeper.is_full:
-            self._metrics.refused += sum(not self._catalog.holds(key) for key in keys)
-            keys = ()
-        needed = [OffloadKey(key) for key in self._catalog.begin_store(keys)]
+        needed = self._admit([OffloadKey(key) for key in self._catalog.begin_store(keys)])
         self.trace.plan("store", req_context.req_id, needed)
         return PrepareStoreOutput(
             keys_to_store=needed, store_spec=ChunkSpec(tuple(needed)), evicted_keys=[]
         )
+
+    def _admit(self, needed: list[OffloadKey]) -> list[OffloadKey]:
+        if self._keeper is None or not needed:
+            return needed
+        storing = self._catalog.storing - len(needed)
+        allowed = self._admission.allowed(self._keeper.room, storing)
+        refused = needed[allowed:]
+        self._catalog.end_store(refused, stored=False)
+        self._metrics.refused += len(refused)
+        return needed[:allowed]
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """The chunks can be found from now on; without success they are misses."""
         self._catalog.end_store(keys, stored=success)
+        self._admission.end(len(keys))
         if success:
             self._touch(req_context)
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from pykvcache.capacity.keeper import Keeper
 from pykvcache.config import Config
 from pykvcache.identity import Identity, claim_directory
-from pykvcache.layout import ChunkPaths, rank_directory
+from pykvcache.layout import ChunkPaths, file_bytes, rank_directory
 from vllm.v1.kv_offload.pykvcache.backend import logged_refusal, settings_of
 from vllm.v1.kv_offload.pykvcache.metrics import metric_definitions
 from vllm.v1.kv_offload.pykvcache.tracing import make_tracer
@@ -60,7 +60,9 @@ class PyKVCacheSpec(OffloadingSpec):
         with logged_refusal():
             tracer = make_tracer(self.options, "scheduler")
         keeper.start()
-        return PyKVCacheManager(self.options, directories, tracer, keeper)
+        payload_bytes = self.config.worker_kv_bytes_per_block * self.config.cache.blocks_per_chunk
+        chunk_bytes = len(ranks) * file_bytes(payload_bytes)
+        return PyKVCacheManager(self.options, directories, tracer, keeper, chunk_bytes)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """One rank's transfers."""
