@@ -73,8 +73,12 @@ def importers(package: str, *folders: Path) -> set[str]:
 
 PACKAGE_FILES = python_files(PACKAGE)
 OUR_FILES = [*PACKAGE_FILES, *python_files(OVERLAY)]
+def is_text(path: Path) -> bool:
+    return is_source(path) and path.suffix != ".png"
+
+
 TEXTS = [
-    *(path for name in FOLDERS for path in (REPOSITORY / name).rglob("*") if is_source(path)),
+    *(path for name in FOLDERS for path in (REPOSITORY / name).rglob("*") if is_text(path)),
     *(REPOSITORY / name for name in FILES),
 ]
 
