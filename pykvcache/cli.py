@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from pykvcache.commands import content, trace, upkeep
+from pykvcache.commands import content, doctor, trace, upkeep
 from pykvcache.errors import ConfigError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(trace.app, name="trace")
 for command in (
+    doctor.doctor,
     content.ls,
     content.stats,
     upkeep.gc,

@@ -15,7 +15,7 @@ import pytest
 
 def items_for_this_build(items: list[pytest.Item], folder: Path) -> Iterator[pytest.Item]:
     """The folder's tests, marked to be skipped where another vLLM, or none, is installed."""
-    version = _vllm_version()
+    version = vllm_version()
     for item in items:
         if folder not in item.path.parents:
             continue
@@ -24,7 +24,8 @@ def items_for_this_build(items: list[pytest.Item], folder: Path) -> Iterator[pyt
         yield item
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
+    """Of the installed one; 'none' if there is none."""
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
