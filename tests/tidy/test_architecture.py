@@ -73,6 +73,8 @@ def importers(package: str, *folders: Path) -> set[str]:
 
 PACKAGE_FILES = python_files(PACKAGE)
 OUR_FILES = [*PACKAGE_FILES, *python_files(OVERLAY)]
+
+
 def is_text(path: Path) -> bool:
     return is_source(path) and path.suffix != ".png"
 
