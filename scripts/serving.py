@@ -311,6 +311,13 @@ class Server:
             process.wait()
             _wait_until(lambda: not group_members(group), seconds=KILL_DEADLINE_S)
 
+    def kill(self) -> None:
+        """End every process of the group as a crash would, without a chance to clean up."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
     @property
     def process_ids(self) -> list[int]:
         """The live processes of the server's group."""
