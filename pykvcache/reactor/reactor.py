@@ -23,21 +23,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pykvcache.layout import PAGE, Defect, Trailer, find_span, padded
 from pykvcache.pool import Pool, SlotLedger
 from pykvcache.reactor.affinity import spread_over_process
 from pykvcache.reactor.copier import Copier
 from pykvcache.reactor.engine import IoEngine
 from pykvcache.reactor.outbox import Outbox
 from pykvcache.reactor.timeline import Timeline
+from pykvcache.reactor.trailers import Trailers
 from pykvcache.transfer.core import Limits, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Failure, Job, JobResult
-from pykvcache.transfer.operations import (
-    Action,
-    Completion,
-    CopyOperation,
-    FileOperation,
-)
+from pykvcache.transfer.operations import CopyOperation, FileOperation
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +111,7 @@ class Reactor:
         self._core = TransferCore(limits, self._ledger, writer)
         self._make_engine = make_engine
         self._copier = copier
-        self._fingerprint = fingerprint
-        self._writer = writer.encode()
+        self._trailers = Trailers(pool, fingerprint, writer)
         self._timeline = timeline
         self._clock = clock
         self._mailbox: deque[_Message] = deque()
@@ -125,7 +119,6 @@ class Reactor:
         self._dram_changes: Outbox[tuple[bytes, int]] = Outbox()
         self._flushes: list[_Flush] = []
         self._open: dict[int, Job] = {}
-        self._expected: dict[int, FileOperation] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._started = threading.Event()
         self._start_error: BaseException | None = None
@@ -254,7 +247,7 @@ class Reactor:
         now = self._clock()
         self._read_mailbox(now)
         self._heed_stop(now)
-        completions = self._examine(self._engine.reap()) + self._copier.reap()
+        completions = self._trailers.examine(self._engine.reap()) + self._copier.reap()
         self._core.complete(completions, now)
         files: list[FileOperation] = []
         copies: list[CopyOperation] = []
@@ -263,7 +256,7 @@ class Reactor:
             self._timeline.turn(completions, operations)
         for operation in operations:
             if isinstance(operation, FileOperation):
-                files.append(self._prepare(operation))
+                files.append(self._trailers.prepare(operation))
             else:
                 copies.append(operation)
         if files:  # before the copies: the disk works while the CPU copies
@@ -305,53 +298,6 @@ class Reactor:
             and not self._abandoned
             and (now >= self._stop_deadline or not self._core.jobs)
         )
-
-    def _prepare(self, operation: FileOperation) -> FileOperation:
-        if operation.action is Action.READ:
-            self._expected[operation.token] = operation
-        elif operation.action is Action.WRITE:
-            self._write_trailer(operation)
-        return operation
-
-    def _write_trailer(self, operation: FileOperation) -> None:
-        chunk = operation.chunk
-        assert chunk is not None
-        slot = self._pool.view(operation.slot)
-        payload = padded(chunk.payload_bytes)
-        if payload != chunk.payload_bytes:
-            slot[chunk.payload_bytes : payload] = bytes(payload - chunk.payload_bytes)
-        Trailer(
-            key=chunk.key,
-            fingerprint=self._fingerprint,
-            payload_bytes=chunk.payload_bytes,
-            span=chunk.span,
-            time_ns=time.time_ns(),
-            writer=self._writer,
-        ).encode_into(slot[payload : payload + PAGE])
-
-    def _examine(self, completions: list[Completion]) -> list[Completion]:
-        return [
-            self._check_read(completion) if completion.token in self._expected else completion
-            for completion in completions
-        ]
-
-    def _check_read(self, completion: Completion) -> Completion:
-        operation = self._expected.pop(completion.token)
-        chunk = operation.chunk
-        assert chunk is not None
-        if completion.result != operation.length:
-            return completion
-        end = operation.length
-        found = find_span(
-            self._pool.view(operation.slot)[end - PAGE : end],
-            key=chunk.key,
-            fingerprint=self._fingerprint,
-            payload_bytes=chunk.payload_bytes,
-            span=chunk.span,
-        )
-        if isinstance(found, Defect):
-            return Completion(completion.token, completion.result, defect=found)
-        return Completion(completion.token, completion.result, span=found)
 
     def _publish(self) -> None:
         # Before the results: the step that takes the last of them may be the last to look.
