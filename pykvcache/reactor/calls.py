@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 
 from pykvcache.layout import PAGE
+from pykvcache.reactor.rows import Rows
+from pykvcache.transfer.operations import FileOperation
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -38,16 +40,37 @@ def encode_path(path: str) -> bytes:
     return encoded
 
 
-def check_transfer(buffers: Sequence[memoryview], slot: int, length: int) -> None:
-    """Check that a transfer lies inside its slot.
+def parts_of(
+    operation: FileOperation, buffers: Sequence[memoryview], rows: Rows | None
+) -> list[memoryview]:
+    """The memory that a transfer reads or writes, in the order of the file: the front of its
+    slot, or its row and what follows the payload in its slot.
 
     Raises:
-        ValueError: it does not; memory of another slot would be read or written.
+        ValueError: there is no such memory; that of another slot or row would be used.
     """
+    slot, rest = operation.slot, operation.length
     if not 0 <= slot < len(buffers):
         raise ValueError(f"slot {slot} of {len(buffers)}")
-    if not 0 < length <= len(buffers[slot]):
-        raise ValueError(f"transfer of {length} bytes in a slot of {len(buffers[slot])}")
+    parts = []
+    if operation.chunk is not None and operation.chunk.row >= 0:
+        if rows is None or operation.chunk.payload_bytes != rows.row_bytes:
+            raise ValueError(f"no row of {operation.chunk.payload_bytes} bytes")
+        parts.append(rows.view(operation.chunk.row))
+        rest -= rows.row_bytes
+    if not 0 < rest <= len(buffers[slot]):
+        raise ValueError(f"transfer of {rest} bytes in a slot of {len(buffers[slot])}")
+    return [*parts, buffers[slot][:rest]]
+
+
+def without_front(parts: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of a transfer of which so many bytes have been moved."""
+    left = []
+    for part in parts:
+        if done < len(part):
+            left.append(part[done:])
+        done = max(0, done - len(part))
+    return left
 
 
 def is_cut_short(transferred: int, wanted: int) -> bool:

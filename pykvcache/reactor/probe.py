@@ -24,6 +24,7 @@ from pykvcache.errors import ConfigError
 from pykvcache.layout import PAGE, TEMPORARY_SUFFIX
 from pykvcache.reactor.calls import FILE_MODE, create_flags, read_flags
 from pykvcache.reactor.engine import IoEngine
+from pykvcache.reactor.rows import Rows
 from pykvcache.reactor.threads import ThreadsEngine
 from pykvcache.reactor.uring import UringEngine
 from pykvcache.transfer.operations import Action, FileOperation
@@ -123,7 +124,11 @@ def choose_engine(
 
 
 def make_engine(
-    choice: EngineChoice, buffers: Sequence[memoryview], direct: bool, io_depth: int
+    choice: EngineChoice,
+    buffers: Sequence[memoryview],
+    direct: bool,
+    io_depth: int,
+    rows: Rows | None = None,
 ) -> IoEngine:
     """Build the chosen engine; call it on the thread that uses it.
 
@@ -132,10 +137,11 @@ def make_engine(
         buffers: each slot's writable memory, page-aligned, by slot.
         direct: whether files are opened with O_DIRECT.
         io_depth: reads and writes in flight.
+        rows: where payloads lie that are not in slots.
     """
     if choice.name == "io_uring":
-        return UringEngine(buffers, direct)
-    return ThreadsEngine(buffers, direct, workers=io_depth)
+        return UringEngine(buffers, direct, rows=rows)
+    return ThreadsEngine(buffers, direct, workers=io_depth, rows=rows)
 
 
 def _try_page(directory: Path, direct: bool) -> OSError | None:

@@ -31,7 +31,7 @@ from pykvcache.reactor.outbox import Outbox
 from pykvcache.reactor.timeline import Timeline
 from pykvcache.reactor.trailers import Trailers
 from pykvcache.transfer.core import Limits, TransferCore
-from pykvcache.transfer.jobs import ChunkTransfer, Failure, Job, JobResult
+from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from pykvcache.transfer.operations import CopyOperation, FileOperation
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 ENGINE_POLL_S = 1.0
 """Seconds after which the engine is asked anyway while operations are with it: a kernel short
 of memory may have refused a submission, which no completion announces."""
+
+WRITER_POLL_S = 0.0002
+"""Seconds between looks at what is in flight when the reactor has failed."""
 
 ABANDON_TIMEOUT_S = 2.0
 """Seconds a stopping reactor waits for operations that nobody needs any more; a read that
@@ -227,7 +230,7 @@ class Reactor:
         except Exception:
             logger.exception("The KV offloading reactor failed; offloading is off from here on")
             self._failed = True
-            self._await_copies()
+            self._await_writers()
         self._answer_everything()
 
     def _loop(self) -> None:
@@ -352,18 +355,25 @@ class Reactor:
             return False
         return self._core.idle or (self._abandoned and self._clock() >= self._stop_deadline)
 
-    def _await_copies(self) -> None:
-        """Device copies in flight still write blocks: only then may their loads be said to have
-        failed, because the engine reuses the blocks."""
+    def _await_writers(self) -> None:
+        """Device copies and reads in flight still write blocks and rows: only then may their
+        loads be said to have failed, because the engine reuses these."""
         give_up_at = self._clock() + ABANDON_TIMEOUT_S
-        with contextlib.suppress(Exception):  # the copier may be what failed
-            while self._copier.in_flight and self._clock() < give_up_at:
-                self._copier.reap()
-                time.sleep(self._copier.poll_s)
+        for writer in (self._engine, self._copier):
+            with contextlib.suppress(Exception):  # it may be what failed
+                while writer.in_flight and self._clock() < give_up_at:
+                    writer.reap()
+                    time.sleep(WRITER_POLL_S)
 
     def _answer_everything(self) -> None:
-        """Nothing turns the core any more: fail what is left, whatever state the core is in."""
-        self._results.put(_failed_result(job, Failure.SHUTDOWN) for job in self._open.values())
+        """Nothing turns the core any more: fail what is left, whatever state the core is in,
+        but for loads into rows that a read may still write: no answer is better than wrong KV."""
+        is_writing = self._failed and self._engine.in_flight > 0
+        self._results.put(
+            _failed_result(job, Failure.SHUTDOWN)
+            for job in self._open.values()
+            if not (is_writing and _is_load_in_place(job))
+        )
         self._open.clear()
         for flush in self._flushes:
             flush.done.set()
@@ -380,6 +390,10 @@ class Reactor:
                 self._results.put([_failed_result(message, Failure.SHUTDOWN)])
             elif isinstance(message, _Flush):
                 message.done.set()
+
+
+def _is_load_in_place(job: Job) -> bool:
+    return job.direction is Direction.LOAD and any(chunk.row >= 0 for chunk in job.chunks)
 
 
 def _failed_result(job: Job, failure: Failure) -> JobResult:

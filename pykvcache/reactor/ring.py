@@ -33,7 +33,7 @@ import struct
 
 from pykvcache.errors import InvariantError
 
-NOP, OPENAT, CLOSE, READ, WRITE = 0, 18, 19, 22, 23
+NOP, READV, WRITEV, OPENAT, CLOSE, READ, WRITE = 0, 1, 2, 18, 19, 22, 23
 UNLINKAT, MKDIRAT, LINKAT = 36, 37, 39
 """Operation codes, ``enum io_uring_op``."""
 

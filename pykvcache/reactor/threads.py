@@ -20,13 +20,15 @@ from pykvcache.errors import InvariantError
 from pykvcache.reactor.calls import (
     DIRECTORY_MODE,
     FILE_MODE,
-    check_transfer,
     create_flags,
     encode_path,
     is_cut_short,
+    parts_of,
     read_flags,
+    without_front,
 )
 from pykvcache.reactor.engine import IoEngine
+from pykvcache.reactor.rows import Rows
 from pykvcache.transfer.operations import Action, Completion, FileOperation
 
 METADATA_WORKERS = 4
@@ -43,12 +45,20 @@ class ThreadsEngine(IoEngine):
         buffers: each slot's writable memory, by slot.
         direct: whether files are opened with O_DIRECT.
         workers: transfers at a time (``io_depth``).
+        rows: where payloads lie that are not in slots.
     """
 
     name: ClassVar[str] = "threads"
 
-    def __init__(self, buffers: Sequence[memoryview], direct: bool, workers: int) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[memoryview],
+        direct: bool,
+        workers: int,
+        rows: Rows | None = None,
+    ) -> None:
         self._buffers = buffers
+        self._rows = rows
         self._read_flags = read_flags(direct)
         self._create_flags = create_flags(direct)
         self._tokens: set[int] = set()
@@ -141,12 +151,11 @@ class ThreadsEngine(IoEngine):
         return 0
 
     def _transfer(self, operation: FileOperation) -> int:
-        check_transfer(self._buffers, operation.slot, operation.length)
+        parts = parts_of(operation, self._buffers, self._rows)
         call = os.preadv if operation.action is Action.READ else os.pwritev
-        view = self._buffers[operation.slot][: operation.length]
-        done = call(operation.descriptor, [view], 0)
+        done = call(operation.descriptor, parts, 0)
         while is_cut_short(done, operation.length):
-            more = call(operation.descriptor, [view[done:]], done)
+            more = call(operation.descriptor, without_front(parts, done), done)
             if not more:
                 break
             done += more

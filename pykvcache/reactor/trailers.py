@@ -74,4 +74,5 @@ class Trailers:
 
     def _tail(self, slot: int, chunk: ChunkTransfer) -> memoryview:
         """What follows the payload in the file: padding and the trailer page."""
-        return self._pool.view(slot)[chunk.payload_bytes : chunk.file_bytes]
+        start = chunk.payload_bytes if chunk.row < 0 else 0
+        return self._pool.view(slot)[start : start + chunk.file_bytes - chunk.payload_bytes]

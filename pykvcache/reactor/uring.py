@@ -31,13 +31,15 @@ from pykvcache.reactor import ring
 from pykvcache.reactor.calls import (
     DIRECTORY_MODE,
     FILE_MODE,
-    check_transfer,
     create_flags,
     encode_path,
     is_cut_short,
+    parts_of,
     read_flags,
+    without_front,
 )
 from pykvcache.reactor.engine import IoEngine
+from pykvcache.reactor.rows import Rows
 from pykvcache.transfer.operations import Action, Completion, FileOperation
 
 ENTRIES = 256
@@ -47,10 +49,16 @@ _DIRECTORY_AS_LENGTH = ring.AT_FDCWD & 0xFFFFFFFF
 """LINKAT takes the second directory in the unsigned length field."""
 
 
+class _Part(ctypes.Structure):
+    """``struct iovec`` of readv(2)."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
 class _Pending:
     """An operation that has not completed, and what must live as long."""
 
-    __slots__ = ("done", "is_transfer", "operation", "path", "refused", "target")
+    __slots__ = ("done", "is_transfer", "operation", "path", "refused", "target", "vector")
 
     def __init__(self, operation: FileOperation) -> None:
         self.operation = operation
@@ -59,6 +67,7 @@ class _Pending:
         """Bytes that earlier parts of a transfer which the kernel cut short have moved."""
         self.path: ctypes.c_char_p | None = None
         self.target: ctypes.c_char_p | None = None
+        self.vector: ctypes.Array[_Part] | None = None
         self.refused = False
         """Whether a NOP stands in for an operation that cannot be expressed."""
 
@@ -70,6 +79,7 @@ class UringEngine(IoEngine):
         buffers: each slot's writable memory, by slot.
         direct: whether files are opened with O_DIRECT.
         entries: operations of each ring with the kernel at a time, a power of two.
+        rows: where payloads lie that are not in slots.
 
     Raises:
         OSError: the kernel or a sandbox refuses the ring.
@@ -77,9 +87,15 @@ class UringEngine(IoEngine):
 
     name: ClassVar[str] = "io_uring"
 
-    def __init__(self, buffers: Sequence[memoryview], direct: bool, entries: int = ENTRIES) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[memoryview],
+        direct: bool,
+        entries: int = ENTRIES,
+        rows: Rows | None = None,
+    ) -> None:
         self._buffers = buffers
-        self._addresses = [_address_of(buffer) for buffer in buffers]
+        self._rows = rows
         self._read_flags = read_flags(direct)
         self._create_flags = create_flags(direct)
         self._pending: dict[int, _Pending] = {}
@@ -146,21 +162,35 @@ class UringEngine(IoEngine):
         operation = pending.operation
         action = operation.action
         if pending.is_transfer:
-            check_transfer(self._buffers, operation.slot, operation.length)
-            onto.push(
-                ring.READ if action is Action.READ else ring.WRITE,
-                operation.descriptor,
-                operation.token,
-                flags=ring.ASYNC,
-                address=self._addresses[operation.slot] + pending.done,
-                length=operation.length - pending.done,
-                offset=pending.done,
-            )
+            self._push_transfer(onto, pending)
         elif action is Action.CLOSE:
             # The kernel itself hands those closes that can wait to a worker (``f_op->flush``).
             onto.push(ring.CLOSE, operation.descriptor, operation.token)
         else:
             self._push_path(onto, pending)
+
+    def _push_transfer(self, onto: ring.Ring, pending: _Pending) -> None:
+        operation = pending.operation
+        is_read = operation.action is Action.READ
+        parts = without_front(parts_of(operation, self._buffers, self._rows), pending.done)
+        if len(parts) == 1:
+            opcode = ring.READ if is_read else ring.WRITE
+            address, length = _address_of(parts[0]), len(parts[0])
+        else:
+            opcode = ring.READV if is_read else ring.WRITEV
+            pending.vector = (_Part * len(parts))(
+                *(_Part(_address_of(part), len(part)) for part in parts)
+            )
+            address, length = ctypes.addressof(pending.vector), len(parts)
+        onto.push(
+            opcode,
+            operation.descriptor,
+            operation.token,
+            flags=ring.ASYNC,
+            address=address,
+            length=length,
+            offset=pending.done,
+        )
 
     def _push_path(self, onto: ring.Ring, pending: _Pending) -> None:
         operation = pending.operation

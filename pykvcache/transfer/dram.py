@@ -77,9 +77,9 @@ class Dram:
         return ledger.free + ledger.retained - (0 if demand else len(self._staged))
 
     def find(self, chunk: ChunkTransfer) -> Resident | None:
-        """The resident chunk that holds all blocks of this one."""
+        """The resident chunk that holds all blocks of this one, where this one wants them."""
         resident = self._residents.get(chunk.key)
-        if resident is None or resident.chunk.path != chunk.path:
+        if resident is None or (resident.chunk.path, resident.chunk.row) != (chunk.path, chunk.row):
             return None
         return resident if resident.span.covers(chunk.span) else None
 

@@ -47,6 +47,8 @@ class ChunkTransfer:
         group: index of the KV cache group, in the device's numbering.
         block_ids: the device blocks, one for each block of ``span``.
         copy_bytes: bytes the device copy moves.
+        row: where the payload lies instead of in the slot, in memory that is not the pool's;
+            -1 for the slot. There is nothing to copy then.
     """
 
     key: bytes
@@ -57,6 +59,7 @@ class ChunkTransfer:
     group: int
     block_ids: tuple[int, ...]
     copy_bytes: int
+    row: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,12 +94,14 @@ class Reads:
         read.lane = self.demand
 
     def give_up(self, record: JobRecord, failure: Failure) -> None:
-        """Fail a load's chunks, but for those being copied, whose blocks are being written."""
+        """Fail a load's chunks, but for those whose device blocks or rows are being written:
+        who gets these next must not find them overwritten."""
         record.deadline = math.inf
         claims = [claim for claim in record.claims if claim in claim.read.claims]
         for claim in claims:
             read = claim.read
-            if read.state is State.COPYING_IN:
+            in_place = read.state is State.READING and read.chunk.row >= 0
+            if in_place or read.state is State.COPYING_IN:
                 continue
             read.claims.remove(claim)
             self._records.end_chunk(record, claim.chunk, failure)
@@ -307,9 +309,8 @@ class Reads:
 
 
 def _same_file(read: Read, chunk: ChunkTransfer) -> bool:
-    return read.chunk.path == chunk.path and (
-        read.chunk.span.count == 0 or read.chunk.span.covers(chunk.span)
-    )
+    is_same = read.chunk.path == chunk.path and read.chunk.row == chunk.row
+    return is_same and (read.chunk.span.count == 0 or read.chunk.span.covers(chunk.span))
 
 
 def _read_failure(read: Read, done: Completion) -> Failure | None:

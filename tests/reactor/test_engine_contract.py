@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from pykvcache.errors import InvariantError
-from pykvcache.layout import PAGE
+from pykvcache.layout import PAGE, BlockSpan
 from pykvcache.reactor.engine import IoEngine
 from pykvcache.reactor.ring import READ, WRITE, Ring
+from pykvcache.reactor.rows import Rows
 from pykvcache.reactor.threads import ThreadsEngine
 from pykvcache.reactor.uring import UringEngine
+from pykvcache.transfer.jobs import ChunkTransfer
 from pykvcache.transfer.operations import Action, Completion, FileOperation
 
 SLOTS = 8
@@ -30,25 +32,30 @@ ENTRIES = 8
 WAIT_MS = 30_000
 
 
-def make_uring(buffers: list[memoryview], direct: bool) -> IoEngine:
-    return UringEngine(buffers, direct, entries=ENTRIES)
+ROWS = 3
+ROW_PAGES = 3
+MakeEngine = Callable[[list[memoryview], bool, Rows], IoEngine]
 
 
-def make_threads(buffers: list[memoryview], direct: bool) -> IoEngine:
-    return ThreadsEngine(buffers, direct, workers=3)
+def make_uring(buffers: list[memoryview], direct: bool, rows: Rows) -> IoEngine:
+    return UringEngine(buffers, direct, entries=ENTRIES, rows=rows)
+
+
+def make_threads(buffers: list[memoryview], direct: bool, rows: Rows) -> IoEngine:
+    return ThreadsEngine(buffers, direct, workers=3, rows=rows)
 
 
 class Bench:
     """An engine with its buffers, and tokens given out one by one."""
 
-    def __init__(
-        self, make: Callable[[list[memoryview], bool], IoEngine], direct: bool, directory: Path
-    ) -> None:
+    def __init__(self, make: MakeEngine, direct: bool, directory: Path) -> None:
         memory = memoryview(mmap.mmap(-1, SLOTS * SLOT_BYTES))
         self.buffers = [
             memory[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] for slot in range(SLOTS)
         ]
-        self.engine = make(self.buffers, direct)
+        rows = memoryview(mmap.mmap(-1, ROWS * ROW_PAGES * PAGE))
+        self.rows = Rows(rows.cast("B", (ROWS, ROW_PAGES * PAGE)))
+        self.engine = make(self.buffers, direct, self.rows)
         self.direct = direct
         self.directory = directory
         self._tokens = iter(range(1, 1 << 62))
@@ -224,6 +231,51 @@ def test_a_file_cut_inside_a_page_gives_a_short_count(bench: Bench) -> None:
 def test_an_empty_file_gives_zero(bench: Bench) -> None:
     Path(bench.path("file")).touch()
     assert load(bench, "file", PAGE) == 0
+
+
+def in_row(row: int, payload_pages: int = ROW_PAGES) -> ChunkTransfer:
+    size = payload_pages * PAGE
+    return ChunkTransfer(b"key", "", size, size + PAGE, BlockSpan(0, 1), 0, (), 0, row)
+
+
+def test_a_payload_lies_in_its_row_and_the_rest_in_the_slot(bench: Bench) -> None:
+    row, length = ROW_PAGES * PAGE, (ROW_PAGES + 1) * PAGE
+    data = random.Random(7).randbytes(length)
+    bench.rows.view(1)[:] = data[:row]
+    bench.buffers[2][:PAGE] = data[row:]
+    descriptor = bench.run(Action.CREATE, path=bench.path("file"))
+    place = {"descriptor": descriptor, "slot": 2, "length": length, "chunk": in_row(1)}
+    assert bench.run(Action.WRITE, **place) == length
+    assert bench.run(Action.CLOSE, descriptor=descriptor) == 0
+    assert Path(bench.path("file")).read_bytes() == data
+    descriptor = bench.run(Action.OPEN, path=bench.path("file"))
+    place = {"descriptor": descriptor, "slot": 4, "length": length, "chunk": in_row(2)}
+    assert bench.run(Action.READ, **place) == length
+    assert bench.run(Action.CLOSE, descriptor=descriptor) == 0
+    assert bytes(bench.rows.view(2)) == data[:row]
+    assert bytes(bench.buffers[4]) == data[row:] + bytes(SLOT_BYTES - PAGE)
+    assert bytes(bench.rows.view(0)) == bytes(row)
+
+
+@pytest.mark.parametrize(("row", "pages"), [(ROWS, ROW_PAGES), (0, 1), (0, ROW_PAGES + 1)])
+def test_a_row_that_there_is_not_is_refused(bench: Bench, row: int, pages: int) -> None:
+    chunk = in_row(row, pages)
+    descriptor = bench.run(Action.CREATE, path=bench.path("file"))
+    place = {"descriptor": descriptor, "slot": 0, "length": chunk.file_bytes, "chunk": chunk}
+    assert bench.run(Action.WRITE, **place) == -errno.EINVAL
+    assert bench.run(Action.CLOSE, descriptor=descriptor) == 0
+
+
+@pytest.mark.parametrize("size", [0, PAGE, ROW_PAGES * PAGE, ROW_PAGES * PAGE + 100])
+def test_a_short_file_gives_a_short_count_in_a_row_too(bench: Bench, size: int) -> None:
+    data = random.Random(8).randbytes(size)
+    Path(bench.path("file")).write_bytes(data)
+    descriptor = bench.run(Action.OPEN, path=bench.path("file"))
+    length = (ROW_PAGES + 1) * PAGE
+    place = {"descriptor": descriptor, "slot": 0, "length": length, "chunk": in_row(0)}
+    assert bench.run(Action.READ, **place) == size
+    assert bench.run(Action.CLOSE, descriptor=descriptor) == 0
+    assert (bytes(bench.rows.view(0)) + bytes(bench.buffers[0]))[:size] == data
 
 
 @pytest.fixture
