@@ -175,7 +175,7 @@ cpu_s=$SECONDS
 say "CUDA image on a stand-in of vLLM $UPSTREAM"
 make_cuda_stand_in
 SECONDS=0
-build cuda "$CUDA_IMAGE" --build-arg CUDA_BASE=localhost/cuda-stand-in
+build cuda "$CUDA_IMAGE" --build-arg CUDA_BASE=localhost/cuda-stand-in "${mounts[@]}"
 cuda_s=$SECONDS
 
 container=$(b from "$CUDA_IMAGE")

@@ -7,15 +7,18 @@ those of another CUDA version than the image's torch is for. So only what differ
     python -m distribution.delta FOLDER
 
 run in the checkout, by the interpreter that has vLLM, writes `FOLDER/tree`, the files under their
-absolute paths, and `FOLDER/removed`, the absolute paths that go, one a line.
+absolute paths, and `FOLDER/removed`, the absolute paths that go, one a line. Requirements of ours
+that the interpreter lacks are installed into the tree as well, by pip, else by uv.
 """
 
 from __future__ import annotations
 
 import csv
 import importlib.metadata
+import importlib.util
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,24 +101,44 @@ def project_for(root: Path, installed: Installed) -> Project:
     """The checkout, for the installed version.
 
     Raises:
-        BuildError: no patch series for that version, or a requirement that isn't installed: only
-            files are changed here.
+        BuildError: no patch series for that version.
     """
     distribution = load(root / PINS)
-    for requirement in map(Requirement, distribution.requires):
-        _check_installed(requirement, installed.site)
     public = installed.version.partition("+")[0]
     environ = {VERSION_VARIABLE: public, TARGET_VARIABLE: "cuda"}
     return Project(root, distribution, choose(distribution, environ, lambda: True))
 
 
-def _check_installed(requirement: Requirement, site: Path) -> None:
-    """The base has it, as a dependency of vLLM's."""
+def add_requirements(project: Project, site: Path, folder: Path) -> None:
+    """Install what the base lacks of the distribution's requirements into the delta.
+
+    Their own requirements aren't: what is asked for beyond vLLM's dependencies has none.
+
+    Raises:
+        BuildError: they could not be installed.
+    """
     path = [str(site), *sys.path]
-    found = next(iter(importlib.metadata.distributions(name=requirement.name, path=path)), None)
-    if found is None or found.version not in requirement.specifier:
-        has = "isn't installed" if found is None else f"is installed as {found.version}"
-        raise BuildError(f"{PINS} asks for {requirement}, but {requirement.name} {has} in {site}")
+    missing, outdated = [], []
+    for requirement in map(Requirement, project.distribution.requires):
+        name = requirement.name
+        found = next(iter(importlib.metadata.distributions(name=name, path=path)), None)
+        if found is None or found.version not in requirement.specifier:
+            missing.append(str(requirement))
+            outdated += (
+                [] if found is None else [str(found.locate_file(f)) for f in found.files or ()]
+            )
+    if not missing:
+        return
+    target = folder / "tree" / site.relative_to("/")
+    has_pip = importlib.util.find_spec("pip") is not None
+    tool = [sys.executable, "-m", "pip"] if has_pip else ["uv", "pip"]
+    command = [*tool, "install", "--quiet", "--no-deps", "--target", str(target), *missing]
+    try:
+        subprocess.run(command, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{site} lacks {', '.join(missing)}: {error}") from None
+    with (folder / "removed").open("a", encoding="utf-8") as removed:
+        removed.writelines(f"{path}\n" for path in outdated if os.path.exists(path))
 
 
 def write_delta(project: Project, installed: Installed, folder: Path) -> None:
@@ -193,6 +216,7 @@ def main(arguments: list[str]) -> int:
         installed = Installed.find(load(root / PINS).name)
         project = project_for(root, installed)
         write_delta(project, installed, Path(arguments[0]))
+        add_requirements(project, installed.site, Path(arguments[0]))
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -12,7 +12,12 @@ import pytest
 
 from scripts.distribution.archive import record_hash
 from scripts.distribution.contents import Project
-from scripts.distribution.delta import Installed, project_for, write_delta
+from scripts.distribution.delta import (
+    Installed,
+    add_requirements,
+    project_for,
+    write_delta,
+)
 from scripts.distribution.errors import BuildError
 from scripts.distribution.wheel import build_wheel
 from tests.packaging.checkouts import VERSION, Checkout, edited, patch_text
@@ -48,6 +53,7 @@ def changed(checkout: Checkout, site: Path, folder: Path) -> Project:
     installed = Installed.find("vllm", [str(site)])
     project = project_for(checkout.root, installed)
     write_delta(project, installed, folder)
+    add_requirements(project, installed.site, folder)
     for line in (folder / "removed").read_text().splitlines():
         path = Path(line)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -137,23 +143,50 @@ def test_other_contents_are_refused(checkout: Checkout, site: Path, tmp_path: Pa
     assert not (tmp_path / "delta").exists()
 
 
-@pytest.mark.parametrize(
-    ("has", "why"), [(None, "isn't installed"), ("3.3.9", r"is installed as 3\.3\.9")]
-)
-def test_requirements_that_the_base_lacks_are_refused(
-    checkout: Checkout, site: Path, has: str | None, why: str
+@pytest.fixture
+def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A wheel that pip finds, and nothing else."""
+    folder = tmp_path / "offered"
+    folder.mkdir()
+    info = "coldhash-3.5.dist-info"
+    with zipfile.ZipFile(folder / "coldhash-3.5-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("coldhash.py", "cold = True\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: coldhash\nVersion: 3.5\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        wheel.writestr(f"{info}/RECORD", f"coldhash.py,,\n{info}/METADATA,,\n{info}/RECORD,,\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return info
+
+
+@pytest.mark.parametrize("has", [None, "3.3.9"])
+def test_requirements_that_the_base_lacks_are_installed(
+    checkout: Checkout, site: Path, tmp_path: Path, offered: str, has: str | None
 ) -> None:
     checkout.pin(requires='["coldhash>=3.4"]')
     if has is not None:
         install_nothing(site, "coldhash", has)
-    with pytest.raises(BuildError, match=rf"asks for coldhash>=3\.4, but coldhash {why}"):
-        project_for(checkout.root, Installed(site, INFO, VERSION))
+    changed(checkout, site, tmp_path / "delta")
+    found = importlib.metadata.distributions(name="coldhash", path=[str(site)])
+    assert [distribution.version for distribution in found if distribution.files] == ["3.5"]
+    assert (site / "coldhash.py").read_text() == "cold = True\n"
 
 
-def test_requirements_that_the_base_has_are_met(checkout: Checkout, site: Path) -> None:
+def test_requirements_that_the_base_has_are_met(
+    checkout: Checkout, site: Path, tmp_path: Path, offered: str
+) -> None:
     checkout.pin(requires='["coldhash>=3.4"]')
-    install_nothing(site, "coldhash", "3.5")
-    assert project_for(checkout.root, Installed(site, INFO, VERSION)).version
+    install_nothing(site, "coldhash", "3.4.1")
+    changed(checkout, site, tmp_path / "delta")
+    assert not (site / "coldhash.py").exists()
+
+
+def test_a_requirement_that_nobody_offers_is_an_error(
+    checkout: Checkout, site: Path, tmp_path: Path, offered: str
+) -> None:
+    checkout.pin(requires='["coldhash>=4"]')
+    with pytest.raises(BuildError, match=r"lacks coldhash>=4"):
+        changed(checkout, site, tmp_path / "delta")
 
 
 def install_nothing(site: Path, name: str, version: str) -> None:
@@ -161,6 +194,7 @@ def install_nothing(site: Path, name: str, version: str) -> None:
     info = site / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "RECORD").write_text(f"{info.name}/METADATA,,\n{info.name}/RECORD,,\n")
 
 
 def test_vllm_has_to_be_installed_from_a_wheel(site: Path, tmp_path: Path) -> None:
