@@ -10,34 +10,44 @@ start of a slot, and so that a file cut short has no trailer. Names are built fr
 digits only; 4,096 leaf directories keep each below 1,000 entries at four million files
 (the paper, section 5.4, measured no slow-down at a million files in such a hierarchy).
 
-Trailer page, little-endian, 4,096 bytes (format version 1)::
+Trailer page, little-endian, 4,096 bytes (format version 2)::
 
     magic 8s | format u16 | checksum algorithm u16 | block count u32 | first block u32
-    | payload bytes u64 | time ns u64 | key length u16 | key 64s | fingerprint 32s
-    | writer 32s | payload checksum 16s | ... zeros ... | CRC-32 of the page before it u32
+    | payload bytes u64 | time ns u64 | key length u16 | fingerprint 32s | writer 32s
+    | checksum 16s | ... zeros to 128 ... | key | ... zeros ... | CRC-32 of the page before it u32
+
+The checksum is that of everything before the page (:mod:`pykvcache.checksum`). A page of another
+format version is a defect like any other: its file is a miss, and is replaced.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import re
 import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from pykvcache.checksum import ALGORITHM
+
 PAGE = 4096
 """Bytes; alignment of addresses, lengths and offsets that O_DIRECT needs (open(2))."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"
 
 _MAGIC = b"PYKVCHNK"
-_FIELDS = struct.Struct("<8sHHIIQQH64s32s32s16s")
+_FIELDS = struct.Struct("<8sHHIIQQH32s32s16s")
+_KEY_OFFSET = 128
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = PAGE - _CRC.size
-_KEY_BYTES_MAX = 64
+KEY_BYTES_MAX = 1024
+"""Bytes of a key; vLLM's have 36."""
+_NAMED_KEY_BYTES_MAX = 64
+"""Longer keys are named by their digest: a file name has at most 255 characters (NAME_MAX)."""
 _FAN_OUT_DIGITS = 3
 
 
@@ -50,6 +60,7 @@ class Defect(enum.Enum):
     IDENTITY = "identity"
     LENGTH = "length"
     BLOCKS = "blocks"
+    CHECKSUM = "checksum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +88,13 @@ class Trailer:
     """What a file says of itself.
 
     Attributes:
-        key: the chunk's key, at most 64 bytes.
+        key: the chunk's key, at most 1,024 bytes.
         fingerprint: SHA-256 of the identity, 32 bytes.
-        payload_bytes: bytes before the trailer, a multiple of :data:`PAGE`.
+        payload_bytes: bytes of the payload, before padding.
         span: the blocks that carry data.
         time_ns: when it was written, nanoseconds of the Unix epoch.
         writer: who wrote it, at most 32 bytes, for people.
+        checksum: of everything before the page.
     """
 
     key: bytes
@@ -91,59 +103,69 @@ class Trailer:
     span: BlockSpan
     time_ns: int
     writer: bytes
+    checksum: bytes
 
     def encode_into(self, page: memoryview) -> None:
         """Write the page.
 
         Args:
             page: writable, 4,096 bytes.
+
+        Raises:
+            ValueError: the key is too long to be written whole.
         """
+        if len(self.key) > KEY_BYTES_MAX:
+            raise ValueError(f"key of {len(self.key)} bytes, at most {KEY_BYTES_MAX}")
         page[:] = bytes(PAGE)
         _FIELDS.pack_into(
             page,
             0,
             _MAGIC,
             FORMAT_VERSION,
-            0,
+            ALGORITHM,
             self.span.count,
             self.span.first,
             self.payload_bytes,
             self.time_ns,
             len(self.key),
-            self.key,
             self.fingerprint,
             self.writer,
-            bytes(16),
+            self.checksum,
         )
+        page[_KEY_OFFSET : _KEY_OFFSET + len(self.key)] = self.key
         _CRC.pack_into(page, _CRC_OFFSET, zlib.crc32(page[:_CRC_OFFSET]))
 
 
 def decode_trailer(page: memoryview | bytes) -> Trailer | Defect:
     """Read a trailer page of 4,096 bytes; a page that is none is a :class:`Defect`."""
-    fields = _FIELDS.unpack_from(page)
-    magic, version, _algorithm, count, first, payload_bytes, time_ns, key_bytes = fields[:8]
+    if len(page) != PAGE:
+        return Defect.NO_TRAILER
+    magic, version, algorithm, count, first, payload_bytes, time_ns, key_bytes, *texts = (
+        _FIELDS.unpack_from(page)
+    )
     if magic != _MAGIC:
         return Defect.NO_TRAILER
     (crc,) = _CRC.unpack_from(page, _CRC_OFFSET)
     if crc != zlib.crc32(page[:_CRC_OFFSET]):
         return Defect.NO_TRAILER
-    if version != FORMAT_VERSION or key_bytes > _KEY_BYTES_MAX:
+    if version != FORMAT_VERSION or algorithm != ALGORITHM or key_bytes > KEY_BYTES_MAX:
         return Defect.FORMAT
-    key, fingerprint, writer, _checksum = fields[8:]
+    fingerprint, writer, checksum = texts
     return Trailer(
-        key=key[:key_bytes],
+        key=bytes(page[_KEY_OFFSET : _KEY_OFFSET + key_bytes]),
         fingerprint=fingerprint,
         payload_bytes=payload_bytes,
         span=BlockSpan(first, count),
         time_ns=time_ns,
         writer=writer.rstrip(b"\0"),
+        checksum=checksum,
     )
 
 
-def find_span(
+def find_trailer(
     page: memoryview | bytes, *, key: bytes, fingerprint: bytes, payload_bytes: int, span: BlockSpan
-) -> BlockSpan | Defect:
-    """The blocks that a file holds, when its trailer page is what a load expects.
+) -> Trailer | Defect:
+    """The trailer of a file, when it is what a load expects.
 
     Args:
         page: 4,096 bytes.
@@ -159,7 +181,7 @@ def find_span(
         return Defect.IDENTITY
     if trailer.payload_bytes != payload_bytes:
         return Defect.LENGTH
-    return trailer.span if trailer.span.covers(span) else Defect.BLOCKS
+    return trailer if trailer.span.covers(span) else Defect.BLOCKS
 
 
 def padded(size: int) -> int:
@@ -191,6 +213,8 @@ class ChunkPaths:
 
     def final(self, key: bytes) -> str:
         """The published name; a reader opens nothing else."""
+        if len(key) > _NAMED_KEY_BYTES_MAX:
+            key = hashlib.sha256(key).digest()
         digits = key.hex()
         return f"{self._prefix}{digits[:_FAN_OUT_DIGITS]}/{digits}{SUFFIX}"
 

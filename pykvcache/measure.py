@@ -110,7 +110,7 @@ def chunk_of(path: Path) -> ChunkTransfer:
     with path.open("rb") as file:
         file.seek(max(0, size - PAGE))
         page = file.read(PAGE)
-    trailer = decode_trailer(page) if len(page) == PAGE else None
+    trailer = decode_trailer(page)
     if not isinstance(trailer, Trailer):
         raise ConfigError(f"'{path}' is not a KV chunk: it must end in a trailer page")
     return plain_chunk(trailer.key, str(path), trailer.payload_bytes, trailer.span)

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pykvcache.checksum import ALGORITHM
 from pykvcache.layout import (
     FORMAT_VERSION,
+    KEY_BYTES_MAX,
     PAGE,
     SUFFIX,
     BlockSpan,
@@ -24,7 +26,7 @@ from pykvcache.layout import (
     Trailer,
     decode_trailer,
     file_bytes,
-    find_span,
+    find_trailer,
     model_directory,
     padded,
     rank_directory,
@@ -38,18 +40,20 @@ TRAILER = Trailer(
     span=BlockSpan(2, 14),
     time_ns=1_700_000_000_000_000_000,
     writer=b"0123456789abcdef",
+    checksum=bytes(range(100, 116)),
 )
-VERSION_AT, KEY_LENGTH_AT = 8, 36
+VERSION_AT, ALGORITHM_AT, KEY_LENGTH_AT = 8, 10, 36
 """Offsets in the page, from the layout's description."""
 
 trailers = st.builds(
     Trailer,
-    key=st.binary(min_size=1, max_size=64),
+    key=st.binary(min_size=1, max_size=KEY_BYTES_MAX),
     fingerprint=st.binary(min_size=32, max_size=32),
     payload_bytes=st.integers(0, (1 << 64) - 1),
     span=st.builds(BlockSpan, st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 32) - 1)),
     time_ns=st.integers(0, (1 << 64) - 1),
     writer=st.text("0123456789abcdef", max_size=32).map(str.encode),
+    checksum=st.binary(min_size=16, max_size=16),
 )
 
 
@@ -72,10 +76,10 @@ def defect_of(page: bytes | bytearray, **expected: Any) -> Defect | None:
         "payload_bytes": TRAILER.payload_bytes,
         "span": TRAILER.span,
     }
-    found = find_span(bytes(page), **{**fields, **expected})
+    found = find_trailer(bytes(page), **{**fields, **expected})
     if isinstance(found, Defect):
         return found
-    assert found == TRAILER.span, "the blocks of the file, whatever was expected"
+    assert found.span == TRAILER.span, "the blocks of the file, whatever was expected"
     return None
 
 
@@ -91,17 +95,19 @@ def test_the_page_is_the_documented_one() -> None:
     assert page[:8] == b"PYKVCHNK"
     assert struct.unpack_from("<HHIIQQH", page, 8) == (
         FORMAT_VERSION,
-        0,
+        ALGORITHM,
         14,
         2,
         3 * PAGE,
         TRAILER.time_ns,
         4,
     )
-    assert page[38:102] == b"\x00key".ljust(64, b"\0")
-    assert page[102:134] == TRAILER.fingerprint
-    assert page[134:166] == TRAILER.writer.ljust(32, b"\0")
-    assert page[166 : PAGE - 4] == bytes(PAGE - 4 - 166), "nothing of the slot's past is written"
+    assert page[38:70] == TRAILER.fingerprint
+    assert page[70:102] == TRAILER.writer.ljust(32, b"\0")
+    assert page[102:118] == TRAILER.checksum
+    assert page[118:128] == bytes(10)
+    assert page[128:132] == TRAILER.key
+    assert page[132 : PAGE - 4] == bytes(PAGE - 4 - 132), "nothing of the slot's past is written"
 
 
 def test_any_flipped_byte_is_a_defect() -> None:
@@ -128,12 +134,26 @@ def test_a_page_that_is_no_trailer(page: bytes) -> None:
 
 
 def test_another_format_is_a_defect_of_its_own() -> None:
-    page = encode(TRAILER)
-    struct.pack_into("<H", page, VERSION_AT, FORMAT_VERSION + 1)
-    assert defect_of(with_crc(page)) is Defect.FORMAT
-    page = encode(TRAILER)
-    struct.pack_into("<H", page, KEY_LENGTH_AT, 65)
-    assert defect_of(with_crc(page)) is Defect.FORMAT
+    for offset, value in (
+        (VERSION_AT, FORMAT_VERSION + 1),
+        (VERSION_AT, FORMAT_VERSION - 1),
+        (ALGORITHM_AT, ALGORITHM + 1),
+        (KEY_LENGTH_AT, KEY_BYTES_MAX + 1),
+    ):
+        page = encode(TRAILER)
+        struct.pack_into("<H", page, offset, value)
+        assert defect_of(with_crc(page)) is Defect.FORMAT
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1])
+def test_less_or_more_than_a_page_is_no_trailer(size: int) -> None:
+    page = bytes(encode(TRAILER)) + b"\0"
+    assert defect_of(page[:size]) is Defect.NO_TRAILER
+
+
+def test_a_key_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"key of 1025 bytes, at most 1024"):
+        encode(replace(TRAILER, key=bytes(KEY_BYTES_MAX + 1)))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +186,7 @@ def test_every_defect_can_be_found() -> None:
         defect_of(encode(replace(TRAILER, payload_bytes=1))),
         defect_of(encode(replace(TRAILER, span=BlockSpan(0, 1)))),
     }
-    assert found == set(Defect)
+    assert found == set(Defect) - {Defect.CHECKSUM}, "that needs the payload"
 
 
 @given(st.integers(0, 1 << 40))
@@ -185,7 +205,13 @@ def test_chunk_names_are_hex_in_one_of_4096_directories(key: bytes) -> None:
     assert match[2].startswith(match[1])
 
 
-@given(st.lists(st.binary(min_size=2, max_size=40), unique=True, min_size=2, max_size=5))
+@given(st.binary(min_size=65, max_size=KEY_BYTES_MAX))
+def test_long_keys_are_named_by_their_digest(key: bytes) -> None:
+    path = ChunkPaths(Path("root")).final(key)
+    assert re.fullmatch(r"root/([0-9a-f]{3})/\1[0-9a-f]{61}\.kv", path)
+
+
+@given(st.lists(st.binary(min_size=2, max_size=100), unique=True, min_size=2, max_size=5))
 def test_chunk_names_differ_as_keys_do(keys: list[bytes]) -> None:
     paths = ChunkPaths(Path("root"))
     assert len({paths.final(key) for key in keys}) == len(keys)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import pykvcache.reactor.reactor as reactor_module
+from pykvcache.checksum import checksum
 from pykvcache.layout import PAGE, Trailer, decode_trailer
 from pykvcache.pool import Pool
 from pykvcache.reactor.copier import Copier, NoCopier
@@ -100,6 +101,7 @@ class Bench:
             "span": chunk.span,
             "time_ns": 1,
             "writer": b"xy",
+            "checksum": checksum(bytes(PAYLOAD_BYTES)),
         }
         page = bytearray(PAGE)
         Trailer(**{**fields, **changes}).encode_into(memoryview(page))  # type: ignore[arg-type]
