@@ -2,8 +2,8 @@
 """One thread that turns the core: mailbox, completions, decisions, submission.
 
 The thread sleeps in ``poll``, which releases the interpreter lock, on the engine's
-descriptor and on an eventfd that the mailbox rings. CUDA events have no descriptor, so
-while copies are in flight the thread looks again every ``Copier.poll_s``.
+descriptor and on an eventfd that the mailbox and the sealer ring. CUDA events have no
+descriptor, so while copies are in flight the thread looks again every ``Copier.poll_s``.
 
 The engine's thread hands over jobs and takes results; it waits for nothing but
 :meth:`Reactor.flush`, which is bounded by its timeout and never waits for the disk.
@@ -27,12 +27,21 @@ from pykvcache.pool import Pool, SlotLedger
 from pykvcache.reactor.affinity import spread_over_process
 from pykvcache.reactor.copier import Copier
 from pykvcache.reactor.engine import IoEngine
+from pykvcache.reactor.messages import (
+    Flush,
+    Forsake,
+    Message,
+    Preload,
+    failed_result,
+    is_load_in_place,
+)
 from pykvcache.reactor.outbox import Outbox
+from pykvcache.reactor.rows import Rows
 from pykvcache.reactor.timeline import Timeline
-from pykvcache.reactor.trailers import Trailers
+from pykvcache.reactor.trailers import Sealer, Trailers
 from pykvcache.transfer.core import Limits, TransferCore
-from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
-from pykvcache.transfer.operations import CopyOperation, FileOperation
+from pykvcache.transfer.jobs import ChunkTransfer, Failure, Job, JobResult
+from pykvcache.transfer.operations import ChecksumOperation, CopyOperation, FileOperation
 
 logger = logging.getLogger(__name__)
 
@@ -65,25 +74,6 @@ class Gauges:
     """Since the start."""
 
 
-@dataclass(slots=True)
-class _Flush:
-    job_ids: frozenset[int]
-    done: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(frozen=True, slots=True)
-class _Forsake:
-    job_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Preload:
-    chunks: tuple[ChunkTransfer, ...]
-
-
-_Message = Job | _Flush | _Forsake | _Preload
-
-
 class Reactor:
     """The transfers of one worker, on a thread of their own."""
 
@@ -96,6 +86,7 @@ class Reactor:
         *,
         fingerprint: bytes,
         writer: str,
+        rows: Rows | None = None,
         timeline: Timeline | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -107,6 +98,7 @@ class Reactor:
         copier: the device side.
         fingerprint: the identity's, written into and expected in every trailer.
         writer: hex digits that no other writer of the root uses.
+        rows: where payloads lie that are not in slots.
         timeline: records every operation.
         """
         self._pool = pool
@@ -114,13 +106,13 @@ class Reactor:
         self._core = TransferCore(limits, self._ledger, writer)
         self._make_engine = make_engine
         self._copier = copier
-        self._trailers = Trailers(pool, fingerprint, writer)
+        self._trailers = Trailers(pool, fingerprint, writer, rows)
         self._timeline = timeline
         self._clock = clock
-        self._mailbox: deque[_Message] = deque()
+        self._mailbox: deque[Message] = deque()
         self._results: Outbox[JobResult] = Outbox()
         self._dram_changes: Outbox[tuple[bytes, int]] = Outbox()
-        self._flushes: list[_Flush] = []
+        self._flushes: list[Flush] = []
         self._open: dict[int, Job] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._started = threading.Event()
@@ -162,7 +154,7 @@ class Reactor:
         The list replaces the one before; what is on neither is not kept for anyone. Never
         blocks, and promises nothing: a load reads what is not there.
         """
-        self._send(_Preload(tuple(chunks)))
+        self._send(Preload(tuple(chunks)))
 
     def take_dram_changes(self) -> list[tuple[bytes, int]]:
         """Keys of chunks that came into the pool (+1) or left it (-1) since the last call."""
@@ -184,13 +176,13 @@ class Reactor:
         Returns:
             False when the timeout came first; stores not copied by then are dropped.
         """
-        flush = _Flush(frozenset(job_ids))
+        flush = Flush(frozenset(job_ids))
         self._send(flush)
         if self._failed or self._stopped:
             self._bury_mailbox()
         if flush.done.wait(timeout_s):
             return True
-        self._send(_Forsake(flush.job_ids))
+        self._send(Forsake(flush.job_ids))
         return False
 
     @property
@@ -206,11 +198,14 @@ class Reactor:
             return
         self._stop_at = self._clock() + timeout_s
         self._stopped = True
-        os.eventfd_write(self._bell, 1)
+        self._ring()
         self._thread.join(timeout_s + 2 * ABANDON_TIMEOUT_S)
 
-    def _send(self, message: _Message) -> None:
+    def _send(self, message: Message) -> None:
         self._mailbox.append(message)
+        self._ring()
+
+    def _ring(self) -> None:
         os.eventfd_write(self._bell, 1)
 
     # --- the reactor's thread
@@ -220,6 +215,7 @@ class Reactor:
             spread_over_process()
             self._engine = self._make_engine(self._pool.views())
             self._copier.enter_thread()
+            self._sealer = Sealer(self._trailers, self._ring)
         except BaseException as error:
             self._start_error = error
             return
@@ -231,6 +227,7 @@ class Reactor:
             logger.exception("The KV offloading reactor failed; offloading is off from here on")
             self._failed = True
             self._await_writers()
+        self._sealer.close(ABANDON_TIMEOUT_S)
         self._answer_everything()
 
     def _loop(self) -> None:
@@ -250,7 +247,8 @@ class Reactor:
         now = self._clock()
         self._read_mailbox(now)
         self._heed_stop(now)
-        completions = self._trailers.examine(self._engine.reap()) + self._copier.reap()
+        completions = self._trailers.examine(self._engine.reap())
+        completions += self._sealer.reap() + self._copier.reap()
         self._core.complete(completions, now)
         files: list[FileOperation] = []
         copies: list[CopyOperation] = []
@@ -260,6 +258,8 @@ class Reactor:
         for operation in operations:
             if isinstance(operation, FileOperation):
                 files.append(self._trailers.prepare(operation))
+            elif isinstance(operation, ChecksumOperation):
+                self._sealer.submit(operation)
             else:
                 copies.append(operation)
         if files:  # before the copies: the disk works while the CPU copies
@@ -274,10 +274,10 @@ class Reactor:
             if isinstance(message, Job):
                 self._open[message.job_id] = message
                 self._core.submit(message, now)
-            elif isinstance(message, _Flush):
+            elif isinstance(message, Flush):
                 self._core.flush(message.job_ids)
                 self._flushes.append(message)
-            elif isinstance(message, _Preload):
+            elif isinstance(message, Preload):
                 self._core.preload(message.chunks, now)
             else:
                 self._core.forsake(message.job_ids, now)
@@ -370,9 +370,9 @@ class Reactor:
         but for loads into rows that a read may still write: no answer is better than wrong KV."""
         is_writing = self._failed and self._engine.in_flight > 0
         self._results.put(
-            _failed_result(job, Failure.SHUTDOWN)
+            failed_result(job, Failure.SHUTDOWN)
             for job in self._open.values()
-            if not (is_writing and _is_load_in_place(job))
+            if not (is_writing and is_load_in_place(job))
         )
         self._open.clear()
         for flush in self._flushes:
@@ -387,22 +387,6 @@ class Reactor:
             except IndexError:
                 return
             if isinstance(message, Job):
-                self._results.put([_failed_result(message, Failure.SHUTDOWN)])
-            elif isinstance(message, _Flush):
+                self._results.put([failed_result(message, Failure.SHUTDOWN)])
+            elif isinstance(message, Flush):
                 message.done.set()
-
-
-def _is_load_in_place(job: Job) -> bool:
-    return job.direction is Direction.LOAD and any(chunk.row >= 0 for chunk in job.chunks)
-
-
-def _failed_result(job: Job, failure: Failure) -> JobResult:
-    return JobResult(
-        job_id=job.job_id,
-        direction=job.direction,
-        seconds=0.0,
-        copied_bytes=0,
-        file_bytes=0,
-        chunks=len(job.chunks),
-        failures={chunk.key: failure for chunk in job.chunks},
-    )

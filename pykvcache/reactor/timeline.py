@@ -7,7 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from pykvcache.trace import Lanes, Tracer
-from pykvcache.transfer.operations import Action, Completion, CopyOperation, FileOperation
+from pykvcache.transfer.operations import (
+    Action,
+    ChecksumOperation,
+    Completion,
+    CopyOperation,
+    FileOperation,
+)
 
 _TRACKS = {Action.OPEN: "open", Action.READ: "read", Action.WRITE: "write"}
 """Tracks of their own; the other actions share one."""
@@ -24,7 +30,7 @@ class Timeline:
     def turn(
         self,
         completions: Iterable[Completion],
-        operations: Iterable[FileOperation | CopyOperation],
+        operations: Iterable[FileOperation | CopyOperation | ChecksumOperation],
     ) -> None:
         """Record what has ended and what begins."""
         now = self._tracer.now()
@@ -39,11 +45,17 @@ class Timeline:
             self._going_on[operation.token] = (self._lanes.take(track), name, now, args)
 
 
-def _described(operation: FileOperation | CopyOperation) -> tuple[str, str, dict[str, Any]]:
+def _described(
+    operation: FileOperation | CopyOperation | ChecksumOperation,
+) -> tuple[str, str, dict[str, Any]]:
     if isinstance(operation, CopyOperation):
         size = sum(copy.chunk.copy_bytes for copy in operation.copies)
         counts = {"chunks": len(operation.copies), "bytes": size}
         return "copy", f"copy for {operation.direction}", counts
+    if isinstance(operation, ChecksumOperation):
+        key = operation.chunk.key.hex()[:16]
+        size = operation.chunk.file_bytes
+        return "checksum", f"checksum for {operation.direction}", {"bytes": size, "key": key}
     name = operation.action.name.lower()
     args: dict[str, Any] = {"bytes": operation.length} if operation.length else {}
     if operation.chunk is not None:

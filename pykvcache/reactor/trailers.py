@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trailer page: written behind the payload before a WRITE, examined after a READ."""
+"""The trailer page: written behind the payload before a WRITE, examined after a READ.
+
+Checksums take milliseconds for a chunk of tens of MB, so :class:`Sealer` has a thread of its own:
+the reactor's keeps the disk's queue filled meanwhile.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
 
 from pykvcache.checksum import checksum
-from pykvcache.layout import PAGE, Defect, Trailer, find_trailer
+from pykvcache.layout import PAGE, Defect, Trailer, decode_trailer, find_trailer
 from pykvcache.pool import Pool
 from pykvcache.reactor.rows import Rows
-from pykvcache.transfer.jobs import ChunkTransfer
-from pykvcache.transfer.operations import Action, Completion, FileOperation
+from pykvcache.transfer.jobs import ChunkTransfer, Direction
+from pykvcache.transfer.operations import Action, ChecksumOperation, Completion, FileOperation
 
 
 class Trailers:
@@ -35,13 +43,11 @@ class Trailers:
         """Before the operation is submitted."""
         if operation.action is Action.READ:
             self._expected[operation.token] = operation
-        elif operation.action is Action.WRITE:
-            self._write(operation)
         return operation
 
-    def _write(self, operation: FileOperation) -> None:
+    def seal(self, operation: ChecksumOperation) -> None:
+        """Complete what is to be written with padding and trailer. Any thread."""
         chunk = operation.chunk
-        assert chunk is not None
         tail = self._tail(operation.slot, chunk)
         padding = len(tail) - PAGE
         tail[:padding] = bytes(padding)
@@ -77,9 +83,16 @@ class Trailers:
         )
         if isinstance(found, Defect):
             return Completion(completion.token, completion.result, defect=found)
-        if found.checksum != self._checksum(operation.slot, chunk):
-            return Completion(completion.token, completion.result, defect=Defect.CHECKSUM)
         return Completion(completion.token, completion.result, span=found.span)
+
+    def compare(self, operation: ChecksumOperation) -> Defect | None:
+        """What is wrong with the bytes that have been read. Any thread."""
+        trailer = decode_trailer(self._tail(operation.slot, operation.chunk)[-PAGE:])
+        if isinstance(trailer, Defect):
+            return trailer
+        if trailer.checksum != self._checksum(operation.slot, operation.chunk):
+            return Defect.CHECKSUM
+        return None
 
     def _checksum(self, slot: int, chunk: ChunkTransfer) -> bytes:
         """That of everything before the trailer page."""
@@ -93,3 +106,57 @@ class Trailers:
         """What follows the payload in the file: padding and the trailer page."""
         start = chunk.payload_bytes if chunk.row < 0 else 0
         return self._pool.view(slot)[start : start + chunk.file_bytes - chunk.payload_bytes]
+
+
+class Sealer:
+    """Carries out checksum operations on a thread beside the reactor's, which makes it, hands
+    over operations and reaps them."""
+
+    def __init__(self, trailers: Trailers, ring: Callable[[], None]) -> None:
+        """Args:
+        trailers: what seals and compares.
+        ring: called on the other thread when an operation has completed.
+        """
+        self._trailers = trailers
+        self._ring = ring
+        self._todo: SimpleQueue[ChecksumOperation | None] = SimpleQueue()
+        self._done: deque[Completion | Exception] = deque()
+        self._thread = threading.Thread(target=self._run, name="pykvcache-sealer", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: ChecksumOperation) -> None:
+        """Start the operation."""
+        self._todo.put(operation)
+
+    def reap(self) -> list[Completion]:
+        """The operations that have completed since the last call; does not block.
+
+        Raises:
+            Exception: a bug on the other thread.
+        """
+        completions = []
+        while self._done:
+            done = self._done.popleft()
+            if isinstance(done, Exception):
+                raise done
+            completions.append(done)
+        return completions
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread when it has done what was submitted."""
+        self._todo.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (operation := self._todo.get()) is not None:
+            try:
+                self._done.append(self._carry_out(operation))
+            except Exception as error:
+                self._done.append(error)
+            self._ring()
+
+    def _carry_out(self, operation: ChecksumOperation) -> Completion:
+        if operation.direction is Direction.LOAD:
+            return Completion(operation.token, 0, self._trailers.compare(operation))
+        self._trailers.seal(operation)
+        return Completion(operation.token, 0)

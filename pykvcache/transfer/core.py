@@ -9,6 +9,8 @@ The rules are those of the paper's section 6.4:
 * every chunk that became readable since the last turn goes to the device in one launch;
 * a store runs the other way: slot, device copy, file, and gives its slot back when it
   is written. Stores never hold the last ``io_depth`` slots, so a load finds one;
+* what has been read is compared with its checksum before anyone may have it, unless
+  ``check_every`` passes it over; what is written has been completed with its own;
 * what has been read stays in DRAM while there is room (:mod:`pykvcache.transfer.dram`);
 * ready reads come before new loads, those before stores, and these before reading ahead
   (:mod:`pykvcache.transfer.preloads`). When the engine is about
@@ -52,6 +54,8 @@ class Limits:
     dram_policy: Literal["none", "lru", "arc"] = "none"
     read_bandwidth_max: int = 0
     write_bandwidth_max: int = 0
+    check_every: int = 1
+    """Every so many reads the payload's checksum is compared; 0: never."""
 
 
 class TransferCore:
@@ -92,7 +96,9 @@ class TransferCore:
             read_bandwidth=Bandwidth(limits.read_bandwidth_max),
             write_bandwidth=Bandwidth(limits.write_bandwidth_max),
         )
-        self._reads = Reads(self._records, self._issued, self._budget, limits.open_lookahead)
+        self._reads = Reads(
+            self._records, self._issued, self._budget, limits.open_lookahead, limits.check_every
+        )
         self._writes = Writes(
             self._records,
             self._issued,

@@ -14,13 +14,14 @@ from pykvcache.transfer.dram import Dram
 from pykvcache.transfer.jobs import ChunkTransfer, Direction
 from pykvcache.transfer.operations import (
     Action,
+    ChecksumOperation,
     Completion,
     CopyOperation,
     FileOperation,
     SlotCopy,
 )
 
-Operation = FileOperation | CopyOperation
+Operation = FileOperation | CopyOperation | ChecksumOperation
 React = Callable[[Completion], None]
 
 
@@ -51,7 +52,7 @@ class Issued:
     def __init__(self) -> None:
         self._tokens = itertools.count(1)
         self._in_flight: dict[int, React] = {}
-        self._owed: list[FileOperation] = []
+        self._owed: list[Operation] = []
 
     @property
     def in_flight(self) -> int:
@@ -99,7 +100,15 @@ class Issued:
         self._in_flight[token] = react
         return CopyOperation(token, direction, tuple(copies))
 
-    def follow(self, operation: FileOperation) -> None:
+    def checksum(
+        self, direction: Direction, slot: int, chunk: ChunkTransfer, react: React
+    ) -> ChecksumOperation:
+        """A checksum to compute of what has just come into the slot."""
+        token = next(self._tokens)
+        self._in_flight[token] = react
+        return ChecksumOperation(token, direction, slot, chunk)
+
+    def follow(self, operation: Operation) -> None:
         """Send a step that only the completion of another made possible with the next turn."""
         self._owed.append(operation)
 
@@ -107,7 +116,7 @@ class Issued:
         """Close or unlink; the outcome changes nothing."""
         self.follow(self.file(action, lambda done: None, path=path, descriptor=descriptor))
 
-    def take_owed(self) -> list[FileOperation]:
+    def take_owed(self) -> list[Operation]:
         """What is to go out now."""
         owed, self._owed = self._owed, []
         return owed

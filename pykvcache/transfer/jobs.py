@@ -27,6 +27,8 @@ class Failure(enum.StrEnum):
     IO_ERROR = "io_error"
     SHORT_TRANSFER = "short_transfer"
     WRONG_CONTENT = "wrong_content"
+    TRAILER = "trailer"
+    CHECKSUM = "checksum"
     DEVICE_COPY = "device_copy"
     DEADLINE = "deadline"
     DROPPED = "dropped"

@@ -64,13 +64,24 @@ class CopyOperation:
 
 
 @dataclass(frozen=True, slots=True)
+class ChecksumOperation:
+    """Compute the checksum of the chunk in the slot: for a load to compare it with the one that
+    the file names, for a store to complete the slot with its trailer."""
+
+    token: int
+    direction: Direction
+    slot: int
+    chunk: ChunkTransfer
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The end of an operation.
 
     ``result`` follows the kernel: negative errno, else the descriptor, the bytes
     transferred, or 0. ``defect`` is set for a whole READ whose trailer is not the
-    expected one; ``span`` says which blocks the file of a READ holds, unless they are
-    just those of the chunk.
+    expected one, and for a load's checksum that differs; ``span`` says which blocks the file
+    of a READ holds, unless they are just those of the chunk.
     """
 
     token: int

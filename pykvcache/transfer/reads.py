@@ -10,22 +10,39 @@ from functools import partial
 from pykvcache.transfer.issue import Budget, Issued, Operation
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure
 from pykvcache.transfer.operations import Action, Completion, SlotCopy
-from pykvcache.transfer.outcomes import failure_of
+from pykvcache.transfer.outcomes import failure_of, failure_of_defect
 from pykvcache.transfer.records import Claim, JobRecord, Lane, Read, Records
 from pykvcache.transfer.states import Event, State
+
+_SPOILT = frozenset(
+    (Failure.WRONG_CONTENT, Failure.TRAILER, Failure.CHECKSUM, Failure.SHORT_TRANSFER)
+)
+"""Failures of a file that is there and is not its chunk."""
 
 
 class Reads:
     """All reads of one worker, in their queues."""
 
     def __init__(
-        self, records: Records, issued: Issued, budget: Budget, open_lookahead: int
+        self,
+        records: Records,
+        issued: Issued,
+        budget: Budget,
+        open_lookahead: int,
+        check_every: int,
     ) -> None:
+        """Args:
+        open_lookahead: files opened ahead of their read.
+        check_every: reads of which one is compared with its checksum; 0: none.
+        """
         self._records = records
         self._issued = issued
         self._budget = budget
         self._dram = budget.dram
         self._open_lookahead = open_lookahead
+        self._check_every = check_every
+        self._files_read = 0
+        """Whole files, to choose those that are checked."""
         self._by_key: dict[bytes, Read] = {}
         self._waiting: deque[Read] = deque()
         self._ready: list[Read] = []
@@ -100,7 +117,7 @@ class Reads:
         claims = [claim for claim in record.claims if claim in claim.read.claims]
         for claim in claims:
             read = claim.read
-            in_place = read.state is State.READING and read.chunk.row >= 0
+            in_place = _is_coming(read) and read.chunk.row >= 0
             if in_place or read.state is State.COPYING_IN:
                 continue
             read.claims.remove(claim)
@@ -185,10 +202,10 @@ class Reads:
         return bool(read.claims) or (read.lane is self.preload and is_listed)
 
     def withdraw(self, key: bytes) -> None:
-        """Nobody wants the chunk that is being read ahead; a read in flight goes on, for who
-        may want it again."""
+        """Nobody wants the chunk that is being read ahead; what has begun to come in goes on, for
+        who may want it again."""
         read = self._by_key.get(key)
-        if read is not None and read.lane is self.preload and read.state is not State.READING:
+        if read is not None and read.lane is self.preload and not _is_coming(read):
             self._abandon_read(read)
 
     # --- reading
@@ -231,22 +248,43 @@ class Reads:
 
     def _on_read(self, read: Read, done: Completion) -> None:
         self._budget.io -= 1
-        self._count_reading(read, -1)
         self.bytes_read += max(0, done.result)
         failure = _read_failure(read, done)
         if failure is not None:
-            if failure in (Failure.WRONG_CONTENT, Failure.SHORT_TRANSFER):
-                self._remove_file(read)
-            self._fail_read(read, failure)
+            self._fail_content(read, failure)
             return
         read.move(Event.SUCCEED)
+        read.span = done.span
         self._issued.clean_up(Action.CLOSE, descriptor=read.descriptor)
         read.descriptor = -1
-        self._fail_claims_beyond(read, done)
+        self._files_read += 1
+        if self._check_every and self._files_read % self._check_every == 0:
+            react = partial(self._on_checked, read)
+            self._issued.follow(self._issued.checksum(Direction.LOAD, read.slot, read.chunk, react))
+        else:
+            self._take_in(read)
+
+    def _on_checked(self, read: Read, done: Completion) -> None:
+        if done.defect is not None:
+            self._fail_content(read, failure_of_defect(done.defect))
+        else:
+            self._take_in(read)
+
+    def _fail_content(self, read: Read, failure: Failure) -> None:
+        self._count_reading(read, -1)
+        if failure in _SPOILT:
+            self._remove_file(read)
+        self._fail_read(read, failure)
+
+    def _take_in(self, read: Read) -> None:
+        """The slot holds the chunk, as far as anyone wants to know."""
+        self._count_reading(read, -1)
+        read.move(Event.SUCCEED)
+        self._fail_claims_beyond(read)
         slot, read.slot = read.slot, -1
         read.resident = self._dram.add(
             read.chunk,
-            done.span or read.chunk.span,
+            read.span or read.chunk.span,
             slot,
             self._records.now,
             pinned=bool(read.claims),
@@ -265,12 +303,13 @@ class Reads:
         """First writer wins, so a file that is not its chunk would stay a miss for ever."""
         self._issued.clean_up(Action.UNLINK, path=read.chunk.path)
 
-    def _fail_claims_beyond(self, read: Read, done: Completion) -> None:
+    def _fail_claims_beyond(self, read: Read) -> None:
         """Fail loads of blocks that the file turns out not to hold: nobody knew when it was
         read ahead."""
-        if done.span is None:
+        span = read.span
+        if span is None:
             return
-        beyond = [claim for claim in read.claims if not done.span.covers(claim.chunk.span)]
+        beyond = [claim for claim in read.claims if not span.covers(claim.chunk.span)]
         for claim in beyond:
             read.claims.remove(claim)
             self._records.end_chunk(claim.record, claim.chunk, Failure.WRONG_CONTENT)
@@ -318,4 +357,9 @@ def _read_failure(read: Read, done: Completion) -> Failure | None:
         return failure_of(done.result)
     if done.result != read.chunk.file_bytes:
         return Failure.SHORT_TRANSFER
-    return None if done.defect is None else Failure.WRONG_CONTENT
+    return None if done.defect is None else failure_of_defect(done.defect)
+
+
+def _is_coming(read: Read) -> bool:
+    """Whether bytes of the file are on their way into the slot, or being checked there."""
+    return read.state in (State.READING, State.CHECKING)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pykvcache.errors import InvariantError
+from pykvcache.layout import BlockSpan
 from pykvcache.transfer.dram import Resident
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from pykvcache.transfer.states import Event, State, next_read_state, next_write_state
@@ -70,6 +71,8 @@ class Read:
     state: State = State.WAITING
     descriptor: int = -1
     slot: int = -1
+    span: BlockSpan | None = None
+    """The blocks that the file holds, unless they are just those of the chunk."""
     resident: Resident | None = None
     """The chunk in its slot, once it is there; pinned."""
 

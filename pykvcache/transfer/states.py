@@ -2,8 +2,9 @@
 """The life of a chunk on the worker: every state, event and transition, in one table.
 
 A *read* is one file on its way to the device; several jobs that want the same chunk
-share it. A *write* is one chunk on its way to a file. Whatever is not in the table is
-a bug and raises; the diagram in the documentation is drawn from this table.
+share it. A *write* is one chunk on its way to a file; it is *sealed* with its trailer.
+Whatever is not in the table is a bug and raises; the diagram in the documentation is
+drawn from this table.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ class State(enum.StrEnum):
     OPENING = "opening"
     OPENED = "opened"
     READING = "reading"
+    CHECKING = "checking"
     READ = "read"
     COPYING_IN = "copying in"
     COPYING_OUT = "copying out"
     COPIED = "copied"
+    SEALING = "sealing"
+    SEALED = "sealed"
     CREATING = "creating"
     MAKING_DIRECTORY = "making directory"
     CREATED = "created"
@@ -58,8 +62,10 @@ READ_TRANSITIONS = MappingProxyType(
         (_S.OPENING, _E.FAIL): _S.ENDED,
         (_S.OPENED, _E.ISSUE): _S.READING,
         (_S.OPENED, _E.ABANDON): _S.ENDED,
-        (_S.READING, _E.SUCCEED): _S.READ,
+        (_S.READING, _E.SUCCEED): _S.CHECKING,
         (_S.READING, _E.FAIL): _S.ENDED,
+        (_S.CHECKING, _E.SUCCEED): _S.READ,
+        (_S.CHECKING, _E.FAIL): _S.ENDED,
         (_S.READ, _E.ISSUE): _S.COPYING_IN,
         (_S.READ, _E.ABANDON): _S.ENDED,
         (_S.READ, _E.KEEP): _S.ENDED,
@@ -74,8 +80,11 @@ WRITE_TRANSITIONS = MappingProxyType(
         (_S.WAITING, _E.ABANDON): _S.ENDED,
         (_S.COPYING_OUT, _E.SUCCEED): _S.COPIED,
         (_S.COPYING_OUT, _E.FAIL): _S.ENDED,
-        (_S.COPIED, _E.ISSUE): _S.CREATING,
+        (_S.COPIED, _E.ISSUE): _S.SEALING,
         (_S.COPIED, _E.ABANDON): _S.ENDED,
+        (_S.SEALING, _E.SUCCEED): _S.SEALED,
+        (_S.SEALED, _E.ISSUE): _S.CREATING,
+        (_S.SEALED, _E.ABANDON): _S.ENDED,
         (_S.CREATING, _E.SUCCEED): _S.CREATED,
         (_S.CREATING, _E.NO_DIRECTORY): _S.MAKING_DIRECTORY,
         (_S.CREATING, _E.FAIL): _S.ENDED,

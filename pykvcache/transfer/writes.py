@@ -124,6 +124,16 @@ class Writes:
             write.move(Event.ABANDON)
             self._end_write(write)
             return
+        write.move(Event.ISSUE)
+        react = partial(self._on_sealed, write)
+        self._issued.follow(self._issued.checksum(Direction.STORE, write.slot, write.chunk, react))
+
+    def _on_sealed(self, write: Write, done: Completion) -> None:
+        write.move(Event.SUCCEED)
+        if write not in self._wanted:
+            write.move(Event.ABANDON)
+            self._end_write(write)
+            return
         self._copied.append(write)
 
     def create_files(self, operations: list[Operation]) -> None:

@@ -13,7 +13,13 @@ from pykvcache.layout import PAGE, BlockSpan, ChunkPaths, Defect, file_bytes
 from pykvcache.pool import SlotLedger
 from pykvcache.transfer.core import Limits, Operation, TransferCore
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Job, JobResult
-from pykvcache.transfer.operations import Action, Completion, CopyOperation, FileOperation
+from pykvcache.transfer.operations import (
+    Action,
+    ChecksumOperation,
+    Completion,
+    CopyOperation,
+    FileOperation,
+)
 from pykvcache.transfer.preloads import PreloadLimits
 
 BLOCKS_PER_CHUNK = 4
@@ -51,7 +57,7 @@ def preload_of(name: str) -> ChunkTransfer:
 class Driver:
     """A core, a clock that the test sets, and the operations that were issued.
 
-    Operations stay in ``issued`` until the test completes them.
+    Operations stay in ``issued`` until the test completes them; checksums do only if it says so.
     """
 
     def __init__(
@@ -65,6 +71,8 @@ class Driver:
         dram_policy: Literal["none", "lru", "arc"] = "none",
         read_bandwidth_max: int = 0,
         write_bandwidth_max: int = 0,
+        check_every: int = 1,
+        holds_checksums: bool = False,
     ) -> None:
         self.ledger = SlotLedger(slots)
         limits = Limits(
@@ -76,7 +84,9 @@ class Driver:
             dram_policy=dram_policy,
             read_bandwidth_max=read_bandwidth_max,
             write_bandwidth_max=write_bandwidth_max,
+            check_every=check_every,
         )
+        self._holds_checksums = holds_checksums
         self.core = TransferCore(limits, self.ledger, "w")
         self.now = 0.0
         self.issued: list[Operation] = []
@@ -105,6 +115,13 @@ class Driver:
     def advance(self) -> list[Operation]:
         """One turn; returns what it issued."""
         operations = self.core.advance(self.now)
+        while not self._holds_checksums:
+            checksums = [item for item in operations if isinstance(item, ChecksumOperation)]
+            if not checksums:
+                break
+            self.core.complete([Completion(item.token, 0) for item in checksums], self.now)
+            operations = [item for item in operations if item not in checksums]
+            operations += self.core.advance(self.now)
         self.issued += operations
         return operations
 
@@ -134,6 +151,12 @@ class Driver:
         (operation,) = self.copies(direction)
         return operation
 
+    def checksum(self, direction: Direction) -> ChecksumOperation:
+        """The only one in that direction."""
+        (operation,) = [item for item in self.issued if isinstance(item, ChecksumOperation)]
+        assert operation.direction is direction
+        return operation
+
     def complete(
         self,
         operations: Operation | Iterable[Operation],
@@ -142,7 +165,7 @@ class Driver:
         span: BlockSpan | None = WHOLE,
     ) -> None:
         """Complete operations, well unless a result is given, and advance."""
-        if isinstance(operations, FileOperation | CopyOperation):
+        if isinstance(operations, FileOperation | CopyOperation | ChecksumOperation):
             operations = [operations]
         operations = list(operations)
         self.issued = [item for item in self.issued if item not in operations]

@@ -7,15 +7,18 @@ import errno
 import itertools
 import logging
 import os
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 import pykvcache.reactor.reactor as reactor_module
 from pykvcache.checksum import checksum
-from pykvcache.layout import PAGE, Trailer, decode_trailer
+from pykvcache.layout import FORMAT_VERSION, PAGE, Trailer, decode_trailer
 from pykvcache.pool import Pool
 from pykvcache.reactor.copier import Copier, NoCopier
 from pykvcache.reactor.reactor import Reactor
@@ -181,6 +184,35 @@ def test_a_file_of_something_else_is_a_miss_and_deleted(
     result = bench.result(bench.load("a", "good"))
     assert result.failures == {b"a": Failure.WRONG_CONTENT}
     wait_until(lambda: len(bench.disk.files) == 1, "the bad file stays")
+
+
+def test_a_payload_with_a_flipped_bit_is_a_miss_and_deleted(bench: Bench) -> None:
+    bench.put("a")
+    bench.put("good")
+    path = chunk_of("a").path
+    bench.disk.files[path] = b"\1" + bench.disk.files[path][1:]
+    result = bench.result(bench.load("a", "good"))
+    assert result.failures == {b"a": Failure.CHECKSUM}
+    wait_until(lambda: len(bench.disk.files) == 1, "the bad file stays")
+
+
+def test_a_file_of_the_format_before_is_a_miss_and_deleted(bench: Bench) -> None:
+    bench.put("a")
+    path = chunk_of("a").path
+    page = bytearray(bench.disk.files[path][-PAGE:])
+    struct.pack_into("<H", page, 8, FORMAT_VERSION - 1)
+    struct.pack_into("<I", page, PAGE - 4, zlib.crc32(page[:-4]))
+    bench.disk.files[path] = bytes(PAYLOAD_BYTES) + bytes(page)
+    assert bench.failure(bench.load("a")) is Failure.WRONG_CONTENT
+    assert bench.result(bench.store("a")).present == 0
+
+
+def test_what_the_trailer_says_alone_counts_when_nothing_is_compared(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(limits=replace(LIMITS, check_every=0))
+    bench.put("a", checksum=bytes(16))
+    assert bench.result(bench.load("a")).success
 
 
 def test_a_truncated_file_is_a_miss(bench: Bench) -> None:
@@ -509,6 +541,24 @@ def test_a_bug_in_the_copier_fails_every_job(
     bench = make(BrokenCopier())
     bench.put("a")
     assert bench.failure(bench.submit(direction, chunk_of("a"))) is Failure.SHUTDOWN
+    assert bench.failure(bench.load("a")) is Failure.SHUTDOWN
+    assert only_error(caplog).startswith("The KV offloading reactor failed")
+
+
+@pytest.mark.parametrize(("direction", "method"), [("load", "compare"), ("store", "seal")])
+def test_a_bug_in_the_trailers_fails_every_job(
+    bench: Bench,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    direction: str,
+    method: str,
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("a bug in the trailers")
+
+    bench.put("a")
+    monkeypatch.setattr(bench.reactor._trailers, method, fail)
+    assert bench.failure(bench.submit(Direction(direction), chunk_of("a"))) is Failure.SHUTDOWN
     assert bench.failure(bench.load("a")) is Failure.SHUTDOWN
     assert only_error(caplog).startswith("The KV offloading reactor failed")
 

@@ -250,8 +250,27 @@ def test_the_last_page_protects_what_is_loaded(open_cache: OpenCache) -> None:
     cache.scramble(seed=2)
     before = cache.pages(chunk)
     result = cache.transfer(Direction.LOAD, chunk)
-    assert result.failures == {chunk.key: Failure.WRONG_CONTENT}
+    assert result.failures == {chunk.key: Failure.TRAILER}
     assert all_equal(cache.pages(chunk), before)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("place", ["first", "last", "padding"])
+def test_a_damaged_payload_reaches_no_block(open_cache: OpenCache, group: int, place: str) -> None:
+    cache = open_cache(layers_apart)
+    chunk = cache.chunk("a", [0, 1, 2, 3], group)
+    assert cache.transfer(Direction.STORE, chunk).success
+    damaged = bytearray(Path(chunk.path).read_bytes())
+    damaged[{"first": 0, "last": chunk.payload_bytes - 1, "padding": -PAGE - 1}[place]] ^= 4
+    Path(chunk.path).write_bytes(damaged)
+    cache.scramble(seed=2)
+    before = cache.pages(chunk)
+    result = cache.transfer(Direction.LOAD, chunk)
+    assert result.failures == {chunk.key: Failure.CHECKSUM}
+    assert all_equal(cache.pages(chunk), before)
+    wait_until(lambda: not Path(chunk.path).exists(), "it would stay a miss for ever")
+    assert cache.transfer(Direction.STORE, chunk).present == 0
+    assert cache.transfer(Direction.LOAD, chunk).success
 
 
 def test_files_that_vanish_or_are_cut_or_cannot_be_read(open_cache: OpenCache) -> None:

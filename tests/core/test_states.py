@@ -81,6 +81,8 @@ def test_the_core_moves_by_the_table_alone(monkeypatch: pytest.MonkeyPatch) -> N
         State.WAITING,
         State.COPYING_OUT,
         State.COPIED,
+        State.SEALING,
+        State.SEALED,
         State.CREATING,
         State.CREATED,
         State.WRITING,

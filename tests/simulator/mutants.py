@@ -10,8 +10,14 @@ from dataclasses import replace
 from pykvcache.layout import BlockSpan
 from pykvcache.pool import SlotLedger
 from pykvcache.transfer.core import Limits, Operation, TransferCore
-from pykvcache.transfer.jobs import ChunkTransfer, JobResult
-from pykvcache.transfer.operations import Action, Completion, CopyOperation, FileOperation
+from pykvcache.transfer.jobs import ChunkTransfer, Direction, JobResult
+from pykvcache.transfer.operations import (
+    Action,
+    ChecksumOperation,
+    Completion,
+    CopyOperation,
+    FileOperation,
+)
 
 
 def action_of(operation: Operation) -> Action | None:
@@ -145,6 +151,41 @@ class BelievesDefects(Watching):
 
     def believe(self, operation: Operation, done: Completion) -> Completion:
         return replace(done, defect=None)
+
+
+class ComparesEveryOther(TransferCore):
+    """Lets bytes pass that it should compare."""
+
+    def __init__(self, limits: Limits, ledger: SlotLedger, writer: str) -> None:
+        super().__init__(replace(limits, check_every=2), ledger, writer)
+
+
+class SkipsChecksums(TransferCore):
+    """Believes that checksums of one direction are computed without asking for them."""
+
+    skipped: Direction
+
+    def advance(self, now: float) -> list[Operation]:
+        issued = super().advance(now)
+        skipped = [
+            operation
+            for operation in issued
+            if isinstance(operation, ChecksumOperation) and operation.direction is self.skipped
+        ]
+        self.complete([Completion(operation.token, 0) for operation in skipped], now)
+        return [operation for operation in issued if operation not in skipped]
+
+
+class ComparesNothing(SkipsChecksums):
+    """Hands out whatever was read."""
+
+    skipped = Direction.LOAD
+
+
+class SealsNothing(SkipsChecksums):
+    """Writes files without a trailer."""
+
+    skipped = Direction.STORE
 
 
 class BelievesFailedCopies(Watching):
@@ -313,6 +354,9 @@ MUTANTS: tuple[type[TransferCore], ...] = (
     SettledTooEarly,
     BelievesShortTransfers,
     BelievesDefects,
+    ComparesEveryOther,
+    ComparesNothing,
+    SealsNothing,
     BelievesFailedCopies,
     BelievesFailedCloses,
     CallsPresentAFailure,

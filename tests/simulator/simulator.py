@@ -72,6 +72,7 @@ class Simulation:
             dram_policy=random.choice(("none", "lru", "arc")),
             read_bandwidth_max=random.choice(RATES),
             write_bandwidth_max=random.choice(RATES),
+            check_every=random.choice((1, 1, 0, 3)),
         )
         weather = Weather(
             fault=random.choice((0.0, 0.02, 0.1, 0.3)),
@@ -83,6 +84,12 @@ class Simulation:
         self.core = make_core(self.limits, self.ledger, "abcd")
         self.oracle = Oracle(self.limits, self.ledger, self.world)
         self.now = 0.0
+        self._defects = [
+            # What is not compared is loaded.
+            defect
+            for defect in Defect
+            if defect is not Defect.CHECKSUM or self.limits.check_every == 1
+        ]
         self._preload_share = random.choice((0.12, 0.6))
         """The engine mostly submits jobs, or mostly shows requests that wait."""
         self._flushes: list[PendingFlush] = []
@@ -119,7 +126,7 @@ class Simulation:
                 continue
             defect, length = None, chunk.file_bytes
             if self.random.random() < self.world.weather.defect:
-                defect = self.random.choice((None, *Defect))
+                defect = self.random.choice((None, *self._defects))
                 if defect is None:
                     length = self.random.randrange(0, length, 512)
             self.world.put_file(chunk, defect, length)

@@ -18,11 +18,17 @@ from random import Random
 
 from pykvcache.layout import PAGE, TEMPORARY_SUFFIX, BlockSpan, Defect
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure
-from pykvcache.transfer.operations import Action, Completion, CopyOperation, FileOperation
-from pykvcache.transfer.outcomes import failure_of
+from pykvcache.transfer.operations import (
+    Action,
+    ChecksumOperation,
+    Completion,
+    CopyOperation,
+    FileOperation,
+)
+from pykvcache.transfer.outcomes import failure_of, failure_of_defect
 from tests.simulator.watched import WatchedLedger, require
 
-Operation = FileOperation | CopyOperation
+Operation = FileOperation | CopyOperation | ChecksumOperation
 Content = dict[int, object]
 """Blocks of a chunk, by index in the chunk."""
 
@@ -96,6 +102,10 @@ class World:
         self._slot_users: defaultdict[int, dict[int, bool]] = defaultdict(dict)
         """Operations that use a slot, and whether they only read it."""
         self.store_slots: dict[int, ChunkTransfer] = {}
+        self._sealed: set[int] = set()
+        """Slots of stores that have their trailer."""
+        self._came_from: dict[int, File] = {}
+        """The files that were read into slots."""
         self.faults: defaultdict[object, set[Failure]] = defaultdict(set)
         """Failures that were caused, by the final path, or the chunk of a copy."""
         self._spoilt: dict[str, File] = {}
@@ -186,6 +196,8 @@ class World:
         flight = Flight(operation, self.now + self._delay(operation))
         if isinstance(operation, CopyOperation):
             self._start_copy(operation, flight)
+        elif isinstance(operation, ChecksumOperation):
+            self._start_checksum(operation)
         else:
             self._start_file(operation)
         self.flights[operation.token] = flight
@@ -208,6 +220,7 @@ class World:
     def _retained(self, slot: int) -> None:
         users = self._slot_users[slot]
         require(not users, f"slot {slot} is given up while operations {list(users)} use it")
+        self._sealed.discard(slot)
         self.store_slots.pop(slot, None)
 
     def _released(self, slot: int) -> None:
@@ -228,6 +241,13 @@ class World:
                 self.store_slots[copy.slot] = copy.chunk
                 for block in copy.chunk.block_ids:
                     flight.early[block] = self.blocks[block]
+
+    def _start_checksum(self, operation: ChecksumOperation) -> None:
+        self._use_slot(operation.slot, operation.token)
+        if operation.direction is Direction.STORE:
+            require(operation.slot not in self._sealed, f"sealed twice: {operation}")
+            right = self.store_slots.get(operation.slot) is operation.chunk
+            require(right, f"sealed as another chunk: {operation}")
 
     def _start_file(self, operation: FileOperation) -> None:
         match operation.action:
@@ -270,6 +290,7 @@ class World:
         entry.transferred = True
         if writing:
             require(self.is_wanted(chunk), f"write for a job that ended: {chunk}")
+            require(operation.slot in self._sealed, f"written without a trailer: {chunk}")
             require(entry.path.startswith(_temporary_prefix(chunk.path)), f"{entry.path}: {chunk}")
             entry.file.stored = chunk
         else:
@@ -314,6 +335,8 @@ class World:
         operation = flight.operation
         if isinstance(operation, CopyOperation):
             return Completion(operation.token, self._end_copy(operation, flight))
+        if isinstance(operation, ChecksumOperation):
+            return self._end_checksum(operation)
         if operation.action is Action.READ:
             return self._end_read(operation)
         end = {
@@ -349,6 +372,19 @@ class World:
             else:
                 self._copy_in(copy.slot, copy.chunk)
         return -errno.EIO if failed else 0
+
+    def _end_checksum(self, operation: ChecksumOperation) -> Completion:
+        del self._slot_users[operation.slot][operation.token]
+        if operation.direction is Direction.STORE:
+            self._sealed.add(operation.slot)
+            return Completion(operation.token, 0)
+        file, path = self._came_from[operation.slot], operation.chunk.path
+        if file.defect is Defect.CHECKSUM:
+            self.faults[path].add(Failure.CHECKSUM)
+            self._spoilt[path] = file
+            return Completion(operation.token, 0, Defect.CHECKSUM)
+        self._suspect_part(operation.chunk, file)
+        return Completion(operation.token, 0)
 
     def _copy_out(self, slot: int, chunk: ChunkTransfer, flight: Flight) -> None:
         # Each block is read at the start or at the end: a block reused meanwhile may be seen.
@@ -415,18 +451,26 @@ class World:
         self.read_bytes += length
         self._memory[operation.slot] = dict(file.content)
         defect = file.defect
+        if defect is Defect.CHECKSUM:  # as yet nobody knows
+            self._memory[operation.slot] = dict.fromkeys(file.content, "rotten")
+            defect = None
         if defect is None and not right_content(chunk).items() <= file.content.items():
             defect = Defect.BLOCKS
         if defect is not None:
-            self.faults[chunk.path].add(Failure.WRONG_CONTENT)
+            self.faults[chunk.path].add(failure_of_defect(defect))
             self._spoilt[chunk.path] = file
             return Completion(operation.token, length, defect)
+        self._came_from[operation.slot] = file
+        self._suspect_part(chunk, file)
+        span = BlockSpan(min(file.content), len(file.content))
+        return Completion(operation.token, length, span=span)
+
+    def _suspect_part(self, chunk: ChunkTransfer, file: File) -> None:
+        """A chunk read ahead turns out to be less than loads want."""
         for load in self.loads_of(chunk.path) if chunk.span.count == 0 else ():
             if not right_content(load).items() <= file.content.items():
                 self.faults[chunk.path].add(Failure.WRONG_CONTENT)
                 self._suspect[chunk.path] = file
-        span = BlockSpan(min(file.content), len(file.content))
-        return Completion(operation.token, length, span=span)
 
     def _end_write(self, operation: FileOperation) -> int:
         del self._slot_users[operation.slot][operation.token]
