@@ -169,6 +169,19 @@ class Config(BaseModel):
         "filesystems and the wear of a drive.",
         json_schema_extra={"environment": True},
     )
+    verify: Literal["full", "sampled", "header", "off"] = Field(
+        default="full",
+        description="What is compared when a chunk is read: its checksum always ('full'), once "
+        "in verify_every reads ('sampled') or never ('header': only the trailer page, which "
+        "says what the file is). 'off' does not even ask whether that page is intact.",
+        json_schema_extra={"environment": True},
+    )
+    verify_every: int = Field(
+        default=16,
+        ge=1,
+        description="Reads of which one is compared if verify is 'sampled': finds a bad drive "
+        "soon at a sixteenth of the cost.",
+    )
     load_deadline_s: float = Field(
         default=30.0,
         gt=0,

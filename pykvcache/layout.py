@@ -136,8 +136,11 @@ class Trailer:
         _CRC.pack_into(page, _CRC_OFFSET, zlib.crc32(page[:_CRC_OFFSET]))
 
 
-def decode_trailer(page: memoryview | bytes) -> Trailer | Defect:
-    """Read a trailer page of 4,096 bytes; a page that is none is a :class:`Defect`."""
+def decode_trailer(page: memoryview | bytes, *, intact: bool = False) -> Trailer | Defect:
+    """Read a trailer page of 4,096 bytes; a page that is none is a :class:`Defect`.
+
+    ``intact`` takes for granted that the page is as it was written.
+    """
     if len(page) != PAGE:
         return Defect.NO_TRAILER
     magic, version, algorithm, count, first, payload_bytes, time_ns, key_bytes, *texts = (
@@ -146,7 +149,7 @@ def decode_trailer(page: memoryview | bytes) -> Trailer | Defect:
     if magic != _MAGIC:
         return Defect.NO_TRAILER
     (crc,) = _CRC.unpack_from(page, _CRC_OFFSET)
-    if crc != zlib.crc32(page[:_CRC_OFFSET]):
+    if not intact and crc != zlib.crc32(page[:_CRC_OFFSET]):
         return Defect.NO_TRAILER
     if version != FORMAT_VERSION or algorithm != ALGORITHM or key_bytes > KEY_BYTES_MAX:
         return Defect.FORMAT
@@ -163,7 +166,13 @@ def decode_trailer(page: memoryview | bytes) -> Trailer | Defect:
 
 
 def find_trailer(
-    page: memoryview | bytes, *, key: bytes, fingerprint: bytes, payload_bytes: int, span: BlockSpan
+    page: memoryview | bytes,
+    *,
+    key: bytes,
+    fingerprint: bytes,
+    payload_bytes: int,
+    span: BlockSpan,
+    intact: bool = False,
 ) -> Trailer | Defect:
     """The trailer of a file, when it is what a load expects.
 
@@ -172,7 +181,7 @@ def find_trailer(
         key, fingerprint, payload_bytes: see :class:`Trailer`.
         span: blocks that it must hold at least.
     """
-    trailer = decode_trailer(page)
+    trailer = decode_trailer(page, intact=intact)
     if isinstance(trailer, Defect):
         return trailer
     if trailer.key != key:

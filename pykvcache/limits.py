@@ -20,6 +20,7 @@ def limits_of(config: Config, slots: int) -> Limits:
     policy = config.dram_policy
     if policy == "auto":
         policy = "lru" if spare else "none"
+    every = {"full": 1, "sampled": config.verify_every, "header": 0, "off": 0}
     preload = PreloadLimits(
         depth=min(config.preload_depth, config.io_depth),
         slots_max=min(config.preload_slots_max or spare, spare),
@@ -35,4 +36,6 @@ def limits_of(config: Config, slots: int) -> Limits:
         dram_policy=policy,
         read_bandwidth_max=config.read_bandwidth_max,
         write_bandwidth_max=config.write_bandwidth_max,
+        check_every=every[config.verify],
+        checks_trailers=config.verify != "off",
     )

@@ -11,13 +11,14 @@ import os
 import select
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pykvcache.config import Config
 from pykvcache.errors import ConfigError
 from pykvcache.identity import FILE_NAME
 from pykvcache.layout import PAGE, BlockSpan, Trailer, decode_trailer, file_bytes
+from pykvcache.limits import limits_of
 from pykvcache.pool import Pool
 from pykvcache.reactor.copier import NoCopier
 from pykvcache.reactor.probe import choose_direct, choose_engine, make_engine
@@ -75,7 +76,7 @@ def open_storage(
         directory: where the files lie; writable.
         slot_bytes: bytes of the largest file.
         fingerprint: written into and expected in the trailers.
-        config: engine, depth and direct I/O.
+        config: engine, depth, direct I/O and verification.
         slots: of the pool; by default twice what the configuration needs at least.
         limits: what the core obeys; by default it neither reads ahead nor keeps what it read,
             so that every transfer reaches the disk.
@@ -84,7 +85,7 @@ def open_storage(
     engine = choose_engine(config.io_engine, directory, direct.direct)
     pool = Pool(slots or 2 * config.slots_min, slot_bytes)
     pool.populate(0, pool.slots)
-    plain = Limits(config.io_depth, config.open_lookahead, 3600.0, config.mailbox_jobs)
+    plain = replace(limits_of(config, config.slots_min), load_deadline_s=3600.0, dram_policy="none")
     reactor = Reactor(
         limits or plain,
         pool,

@@ -106,7 +106,9 @@ class Reactor:
         self._core = TransferCore(limits, self._ledger, writer)
         self._make_engine = make_engine
         self._copier = copier
-        self._trailers = Trailers(pool, fingerprint, writer, rows)
+        self._trailers = Trailers(
+            pool, fingerprint, writer, rows, intact=not limits.checks_trailers
+        )
         self._timeline = timeline
         self._clock = clock
         self._mailbox: deque[Message] = deque()

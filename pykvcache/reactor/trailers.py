@@ -25,18 +25,26 @@ class Trailers:
     """What the files of one reactor say of themselves."""
 
     def __init__(
-        self, pool: Pool, fingerprint: bytes, writer: str, rows: Rows | None = None
+        self,
+        pool: Pool,
+        fingerprint: bytes,
+        writer: str,
+        rows: Rows | None = None,
+        *,
+        intact: bool = False,
     ) -> None:
         """Args:
         pool: whose slots end in the trailer page.
         fingerprint: the identity's, written and expected.
         writer: who writes, for people.
         rows: where payloads lie that are not in slots.
+        intact: whether trailers that are read are taken for what was written.
         """
         self._pool = pool
         self._fingerprint = fingerprint
         self._writer = writer.encode()
         self._rows = rows
+        self._intact = intact
         self._expected: dict[int, FileOperation] = {}
 
     def prepare(self, operation: FileOperation) -> FileOperation:
@@ -80,6 +88,7 @@ class Trailers:
             fingerprint=self._fingerprint,
             payload_bytes=chunk.payload_bytes,
             span=chunk.span,
+            intact=self._intact,
         )
         if isinstance(found, Defect):
             return Completion(completion.token, completion.result, defect=found)

@@ -56,6 +56,8 @@ class Limits:
     write_bandwidth_max: int = 0
     check_every: int = 1
     """Every so many reads the payload's checksum is compared; 0: never."""
+    checks_trailers: bool = True
+    """Whether a trailer page is asked if it is intact; for who examines reads."""
 
 
 class TransferCore:

@@ -133,6 +133,14 @@ def test_a_page_that_is_no_trailer(page: bytes) -> None:
     assert defect_of(page) is Defect.NO_TRAILER
 
 
+def test_a_page_taken_for_intact_must_still_be_the_one_expected() -> None:
+    page = encode(TRAILER)
+    page[-1] ^= 1
+    assert decode_trailer(bytes(page), intact=True) == TRAILER
+    assert defect_of(page, intact=True, key=b"other") is Defect.KEY
+    assert defect_of(bytes(PAGE), intact=True) is Defect.NO_TRAILER
+
+
 def test_another_format_is_a_defect_of_its_own() -> None:
     for offset, value in (
         (VERSION_AT, FORMAT_VERSION + 1),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pykvcache.config import Config
@@ -36,6 +38,22 @@ def test_loads_and_stores_keep_their_slots_whatever_is_asked(asked: int) -> None
 
 def test_no_lookahead_is_no_reading_ahead() -> None:
     assert limits_of(Config(preload_lookahead=0), 100).preload.slots_max == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "check_every", "checks_trailers"),
+    [
+        ({}, 1, True),
+        ({"verify": "full", "verify_every": 3}, 1, True),
+        ({"verify": "sampled"}, 16, True),
+        ({"verify": "sampled", "verify_every": 3}, 3, True),
+        ({"verify": "header"}, 0, True),
+        ({"verify": "off"}, 0, False),
+    ],
+)
+def test_what_is_compared(options: dict[str, Any], check_every: int, checks_trailers: bool) -> None:
+    limits = limits_of(Config(**options), 100)
+    assert (limits.check_every, limits.checks_trailers) == (check_every, checks_trailers)
 
 
 def test_the_policy_asked_for_is_the_policy() -> None:

@@ -212,7 +212,23 @@ def test_what_the_trailer_says_alone_counts_when_nothing_is_compared(
 ) -> None:
     bench = make(limits=replace(LIMITS, check_every=0))
     bench.put("a", checksum=bytes(16))
-    assert bench.result(bench.load("a")).success
+    bench.put("damaged")
+    damaged = chunk_of("damaged").path
+    bench.disk.files[damaged] = bench.disk.files[damaged][:-1] + b"?"
+    result = bench.result(bench.load("a", "damaged"))
+    assert result.failures == {b"damaged": Failure.TRAILER}
+
+
+def test_who_does_not_even_ask_the_page_still_asks_whose_it_is(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(limits=replace(LIMITS, check_every=0, checks_trailers=False))
+    bench.put("damaged")
+    damaged = chunk_of("damaged").path
+    bench.disk.files[damaged] = bench.disk.files[damaged][:-1] + b"?"
+    bench.put("a", fingerprint=bytes(32))
+    result = bench.result(bench.load("a", "damaged"))
+    assert result.failures == {b"a": Failure.WRONG_CONTENT}
 
 
 def test_a_truncated_file_is_a_miss(bench: Bench) -> None:
