@@ -40,6 +40,7 @@ from benchmarks.fio import FioMissingError, fio_gb_per_s, require_fio
 from benchmarks.hashes import chunk_hashes
 from benchmarks.interpreter import stall_and_slowdown, switch_interval
 from benchmarks.native_tier import NativeTier
+from benchmarks.verify import full_against_off
 from pykvcache.config import Config
 from pykvcache.layout import PAGE, ChunkPaths
 from pykvcache.measure import Storage, open_storage, plain_chunk
@@ -258,6 +259,29 @@ def interpreter_cost(
     return report
 
 
+def verify_cost(
+    directory: Path, config: Config, rounds: int, leftovers: ExitStack
+) -> dict[str, dict[str, float | list[float]]]:
+    """Reads whose checksums are compared against reads without, at both chunk sizes."""
+    report = {}
+    for size, chunk_bytes in CHUNK_BYTES.items():
+        count = round(1.2e9 / chunk_bytes / JOB_CHUNKS) * JOB_CHUNKS
+        case = Case(f"verify_{size}", directory, chunk_bytes, count, False, 1)
+        leftovers.callback(shutil.rmtree, case.place, ignore_errors=True)
+        shutil.rmtree(case.place, ignore_errors=True)
+        case.place.mkdir(parents=True)
+        chunks = _chunks(case.place, case, 0)
+
+        def bytes_per_s(storage: Storage, chunks: Sequence[ChunkTransfer] = tuple(chunks)) -> float:
+            moved, seconds, _ = steady_reads(storage, chunks, WINDOW_S)
+            return moved * chunks[0].file_bytes / seconds
+
+        report[size] = full_against_off(
+            case.place, chunks, FINGERPRINT, config, rounds, bytes_per_s
+        )
+    return report
+
+
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Where the report goes.")] = None,
     quick: Annotated[bool, typer.Option(help="Fewer bytes in each round.")] = False,
@@ -300,6 +324,11 @@ def main(
             report["busy_interpreter_ratio"] = min(
                 figures["busy_ratio"] for figures in sizes.values()
             )
+        if not only or "verify" in only:
+            progress.add_task("verify", total=None)
+            costs = verify_cost(directory.resolve(), config, max(5, rounds), leftovers)
+            report["verify"] = costs
+            report["verify_ratio"] = min(figures["ratio"] for figures in costs.values())
     console.print(_table(report))
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -318,7 +347,7 @@ def _table(report: dict[str, object]) -> Table:
                 f"{figures['cpu_s_per_gb']:.4f}",
                 f"{figures['native_cpu_s_per_gb']:.4f}",
             )
-    for name in ("stall_ms_max", "busy_interpreter_ratio"):
+    for name in ("stall_ms_max", "busy_interpreter_ratio", "verify_ratio"):
         if name in report:
             table.add_row(name, f"{report[name]:.3f}", "", "", "")
     return table
