@@ -182,6 +182,13 @@ class Config(BaseModel):
         description="Reads of which one is compared if verify is 'sampled': finds a bad drive "
         "soon at a sixteenth of the cost.",
     )
+    quarantine_files_max: int = Field(
+        default=16,
+        ge=0,
+        le=4096,
+        description="Files of each rank whose content is not what their name says that are kept "
+        "in quarantine/, the newest; 0 deletes them.",
+    )
     load_deadline_s: float = Field(
         default=30.0,
         gt=0,

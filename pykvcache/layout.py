@@ -38,6 +38,8 @@ PAGE = 4096
 FORMAT_VERSION = 2
 SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"
+QUARANTINE = "quarantine"
+"""Directory beside those of the chunks; no hex digits, so no chunk's."""
 
 _MAGIC = b"PYKVCHNK"
 _FIELDS = struct.Struct("<8sHHIIQQH32s32s16s")
@@ -226,6 +228,12 @@ class ChunkPaths:
             key = hashlib.sha256(key).digest()
         digits = key.hex()
         return f"{self._prefix}{digits[:_FAN_OUT_DIGITS]}/{digits}{SUFFIX}"
+
+
+def quarantine_name(final: str, number: int) -> str:
+    """Where a rank's file goes that is not what its name says."""
+    directory = final.rsplit("/", 2)[0]
+    return f"{directory}/{QUARANTINE}/{number:03x}{SUFFIX}"
 
 
 def temporary_name(final: str, writer: str, number: int) -> str:

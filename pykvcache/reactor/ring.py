@@ -34,7 +34,7 @@ import struct
 from pykvcache.errors import InvariantError
 
 NOP, READV, WRITEV, OPENAT, CLOSE, READ, WRITE = 0, 1, 2, 18, 19, 22, 23
-UNLINKAT, MKDIRAT, LINKAT = 36, 37, 39
+RENAMEAT, UNLINKAT, MKDIRAT, LINKAT = 35, 36, 37, 39
 """Operation codes, ``enum io_uring_op``."""
 
 AT_FDCWD = -100
@@ -138,7 +138,7 @@ class Ring:
             flags: of the entry, such as :data:`ASYNC`.
             address: of a buffer or path, which must live until the completion.
             length: of the buffer in bytes; for some operations a mode or descriptor.
-            offset: in the file in bytes; for LINKAT the address of the second path.
+            offset: in the file in bytes; for LINKAT and RENAMEAT the address of the second path.
             argument: the operation's own flags.
 
         Raises:

@@ -144,6 +144,8 @@ class ThreadsEngine(IoEngine):
                 return os.open(path, self._create_flags, FILE_MODE)
             case Action.LINK:
                 os.link(path, encode_path(operation.target), follow_symlinks=False)
+            case Action.RENAME:
+                os.rename(path, encode_path(operation.target))
             case Action.UNLINK:
                 os.unlink(path)
             case Action.MKDIR:

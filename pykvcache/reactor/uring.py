@@ -202,9 +202,11 @@ class UringEngine(IoEngine):
                 opcode, argument = ring.OPENAT, self._read_flags
             case Action.CREATE:
                 opcode, length, argument = ring.OPENAT, FILE_MODE, self._create_flags
-            case Action.LINK:
+            case Action.LINK | Action.RENAME:
                 pending.target = ctypes.c_char_p(encode_path(operation.target))
-                opcode, length = ring.LINKAT, _DIRECTORY_AS_LENGTH
+                is_link = operation.action is Action.LINK
+                opcode = ring.LINKAT if is_link else ring.RENAMEAT
+                length = _DIRECTORY_AS_LENGTH
                 offset = _pointer(pending.target)
             case Action.MKDIR:
                 opcode, length = ring.MKDIRAT, DIRECTORY_MODE

@@ -36,6 +36,7 @@ from pykvcache.transfer.issue import Budget, Issued, Operation
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from pykvcache.transfer.operations import Completion
 from pykvcache.transfer.preloads import PreloadLimits, Preloads
+from pykvcache.transfer.quarantine import Quarantine
 from pykvcache.transfer.reads import Reads
 from pykvcache.transfer.records import Records, Write
 from pykvcache.transfer.retention import make_policy
@@ -56,6 +57,7 @@ class Limits:
     write_bandwidth_max: int = 0
     check_every: int = 1
     """Every so many reads the payload's checksum is compared; 0: never."""
+    quarantine_files_max: int = 16
     checks_trailers: bool = True
     """Whether a trailer page is asked if it is intact; for who examines reads."""
 
@@ -99,7 +101,12 @@ class TransferCore:
             write_bandwidth=Bandwidth(limits.write_bandwidth_max),
         )
         self._reads = Reads(
-            self._records, self._issued, self._budget, limits.open_lookahead, limits.check_every
+            self._records,
+            self._issued,
+            self._budget,
+            Quarantine(self._issued, limits.quarantine_files_max),
+            open_lookahead=limits.open_lookahead,
+            check_every=limits.check_every,
         )
         self._writes = Writes(
             self._records,

@@ -24,6 +24,8 @@ class Action(enum.Enum):
     CLOSE = enum.auto()
     LINK = enum.auto()
     """Give ``path`` the second name ``target``, which must not exist."""
+    RENAME = enum.auto()
+    """Give ``path`` the name ``target`` instead, which is replaced."""
     UNLINK = enum.auto()
     MKDIR = enum.auto()
 

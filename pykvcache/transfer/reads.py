@@ -7,10 +7,12 @@ import math
 from collections import deque
 from functools import partial
 
+from pykvcache.layout import Defect
 from pykvcache.transfer.issue import Budget, Issued, Operation
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure
 from pykvcache.transfer.operations import Action, Completion, SlotCopy
 from pykvcache.transfer.outcomes import failure_of, failure_of_defect
+from pykvcache.transfer.quarantine import Quarantine
 from pykvcache.transfer.records import Claim, JobRecord, Lane, Read, Records
 from pykvcache.transfer.states import Event, State
 
@@ -28,16 +30,20 @@ class Reads:
         records: Records,
         issued: Issued,
         budget: Budget,
+        quarantine: Quarantine,
+        *,
         open_lookahead: int,
         check_every: int,
     ) -> None:
         """Args:
+        quarantine: where bad files go.
         open_lookahead: files opened ahead of their read.
         check_every: reads of which one is compared with its checksum; 0: none.
         """
         self._records = records
         self._issued = issued
         self._budget = budget
+        self._quarantine = quarantine
         self._dram = budget.dram
         self._open_lookahead = open_lookahead
         self._check_every = check_every
@@ -251,7 +257,7 @@ class Reads:
         self.bytes_read += max(0, done.result)
         failure = _read_failure(read, done)
         if failure is not None:
-            self._fail_content(read, failure)
+            self._fail_content(read, failure, done.defect)
             return
         read.move(Event.SUCCEED)
         read.span = done.span
@@ -266,14 +272,14 @@ class Reads:
 
     def _on_checked(self, read: Read, done: Completion) -> None:
         if done.defect is not None:
-            self._fail_content(read, failure_of_defect(done.defect))
+            self._fail_content(read, failure_of_defect(done.defect), done.defect)
         else:
             self._take_in(read)
 
-    def _fail_content(self, read: Read, failure: Failure) -> None:
+    def _fail_content(self, read: Read, failure: Failure, defect: Defect | None) -> None:
         self._count_reading(read, -1)
         if failure in _SPOILT:
-            self._remove_file(read)
+            self._quarantine.remove(read.chunk.path, defect)
         self._fail_read(read, failure)
 
     def _take_in(self, read: Read) -> None:
@@ -299,10 +305,6 @@ class Reads:
         read.claims[0].record.file_bytes += read.chunk.file_bytes
         self._ready.append(read)
 
-    def _remove_file(self, read: Read) -> None:
-        """First writer wins, so a file that is not its chunk would stay a miss for ever."""
-        self._issued.clean_up(Action.UNLINK, path=read.chunk.path)
-
     def _fail_claims_beyond(self, read: Read) -> None:
         """Fail loads of blocks that the file turns out not to hold: nobody knew when it was
         read ahead."""
@@ -314,7 +316,7 @@ class Reads:
             read.claims.remove(claim)
             self._records.end_chunk(claim.record, claim.chunk, Failure.WRONG_CONTENT)
         if beyond:
-            self._remove_file(read)
+            self._quarantine.remove(read.chunk.path, Defect.BLOCKS)
 
     # --- copying
 

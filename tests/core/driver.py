@@ -72,6 +72,7 @@ class Driver:
         read_bandwidth_max: int = 0,
         write_bandwidth_max: int = 0,
         check_every: int = 1,
+        quarantine_files_max: int = 16,
         holds_checksums: bool = False,
     ) -> None:
         self.ledger = SlotLedger(slots)
@@ -85,6 +86,7 @@ class Driver:
             read_bandwidth_max=read_bandwidth_max,
             write_bandwidth_max=write_bandwidth_max,
             check_every=check_every,
+            quarantine_files_max=quarantine_files_max,
         )
         self._holds_checksums = holds_checksums
         self.core = TransferCore(limits, self.ledger, "w")

@@ -47,6 +47,7 @@ class MemoryDisk:
         self.files: dict[str, bytes] = {}
         self.rule: Rule = lambda operation: None
         self.seen: list[Action] = []
+        self.has_quarantine = False
         self.holding = threading.Event()
         """Set when an operation is held."""
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -140,6 +141,12 @@ class MemoryEngine(IoEngine):
                 if operation.target in files:
                     return -errno.EEXIST
                 files[operation.target] = files[path]
+            case Action.RENAME if path not in files or not self._disk.has_quarantine:
+                return -errno.ENOENT
+            case Action.RENAME:
+                files[operation.target] = files.pop(path)
+            case Action.MKDIR if operation.path.endswith("quarantine"):
+                self._disk.has_quarantine = True
             case Action.UNLINK:
                 if files.pop(path, None) is None:
                     return -errno.ENOENT

@@ -154,6 +154,7 @@ def test_an_unknown_option_like_none_lists_what_there_is() -> None:
         ("verify", "on", "input should be 'full', 'sampled', 'header' or 'off'"),
         ("verify", False, "input should be 'full', 'sampled', 'header' or 'off'"),
         ("verify_every", 0, "greater than or equal to 1"),
+        ("quarantine_files_max", -1, "greater than or equal to 0"),
         ("load_deadline_s", 0, "greater than 0"),
         ("load_deadline_s", "soon", "input should be a valid number"),
         ("load_deadline_s", float("nan"), "input should be "),

@@ -42,7 +42,7 @@ def test_a_checksum_that_differs_fails_the_chunk_for_all_who_want_it() -> None:
     results = driver.results()
     assert results.keys() == jobs
     assert all(result.failures == {b"a": Failure.CHECKSUM} for result in results.values())
-    assert driver.file(Action.UNLINK).path == chunk_of("a").path
+    assert driver.file(Action.RENAME).path == chunk_of("a").path
     driver.finish()
     driver.assert_at_rest()
 

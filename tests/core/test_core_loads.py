@@ -170,7 +170,7 @@ def test_failures_are_named_by_chunk_and_the_rest_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("result", "defect", "failure"),
     [
-        (FILE_BYTES, Defect.KEY, Failure.WRONG_CONTENT),
+        (FILE_BYTES, Defect.FORMAT, Failure.WRONG_CONTENT),
         (FILE_BYTES, Defect.BLOCKS, Failure.WRONG_CONTENT),
         (FILE_BYTES - 1, None, Failure.SHORT_TRANSFER),
         (0, None, Failure.SHORT_TRANSFER),

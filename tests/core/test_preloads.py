@@ -187,7 +187,7 @@ def test_a_bad_file_is_removed() -> None:
     driver.advance()
     driver.complete(driver.file(Action.OPEN))
     driver.complete(driver.file(Action.READ), defect=Defect.KEY)
-    assert driver.file(Action.UNLINK).path == chunk_of("a").path
+    assert driver.file(Action.RENAME).path == chunk_of("a").path
     assert driver.core.preload_failures == {Failure.WRONG_CONTENT: 1}
 
 

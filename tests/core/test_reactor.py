@@ -18,7 +18,7 @@ import pytest
 
 import pykvcache.reactor.reactor as reactor_module
 from pykvcache.checksum import checksum
-from pykvcache.layout import FORMAT_VERSION, PAGE, Trailer, decode_trailer
+from pykvcache.layout import FORMAT_VERSION, PAGE, Trailer, decode_trailer, quarantine_name
 from pykvcache.pool import Pool
 from pykvcache.reactor.copier import Copier, NoCopier
 from pykvcache.reactor.reactor import Reactor
@@ -176,24 +176,35 @@ def test_a_file_says_what_it_holds(bench: Bench) -> None:
     [{"key": b"other"}, {"fingerprint": bytes(32)}, {"payload_bytes": PAGE}],
     ids=["key", "identity", "length"],
 )
-def test_a_file_of_something_else_is_a_miss_and_deleted(
+def test_a_file_of_something_else_is_a_miss_and_put_aside(
     bench: Bench, changes: dict[str, object]
 ) -> None:
     bench.put("a", **changes)
     bench.put("good")
+    content = bench.disk.files[chunk_of("a").path]
     result = bench.result(bench.load("a", "good"))
     assert result.failures == {b"a": Failure.WRONG_CONTENT}
-    wait_until(lambda: len(bench.disk.files) == 1, "the bad file stays")
+    wait_until(lambda: quarantined(bench, 0) == content, "the bad file stays")
+    assert bench.disk.files.keys() == {chunk_of("good").path, quarantine_name(PATH, 0)}
 
 
-def test_a_payload_with_a_flipped_bit_is_a_miss_and_deleted(bench: Bench) -> None:
+PATH = chunk_of("any").path
+
+
+def quarantined(bench: Bench, number: int) -> bytes | None:
+    """What is in quarantine under that number."""
+    return bench.disk.files.get(quarantine_name(PATH, number))
+
+
+def test_a_payload_with_a_flipped_bit_is_a_miss_and_put_aside(bench: Bench) -> None:
     bench.put("a")
     bench.put("good")
     path = chunk_of("a").path
     bench.disk.files[path] = b"\1" + bench.disk.files[path][1:]
     result = bench.result(bench.load("a", "good"))
     assert result.failures == {b"a": Failure.CHECKSUM}
-    wait_until(lambda: len(bench.disk.files) == 1, "the bad file stays")
+    wait_until(lambda: quarantined(bench, 0), "the bad file stays")
+    assert bench.result(bench.store("a")).present == 0
 
 
 def test_a_file_of_the_format_before_is_a_miss_and_deleted(bench: Bench) -> None:
@@ -204,7 +215,7 @@ def test_a_file_of_the_format_before_is_a_miss_and_deleted(bench: Bench) -> None
     struct.pack_into("<I", page, PAGE - 4, zlib.crc32(page[:-4]))
     bench.disk.files[path] = bytes(PAYLOAD_BYTES) + bytes(page)
     assert bench.failure(bench.load("a")) is Failure.WRONG_CONTENT
-    assert bench.result(bench.store("a")).present == 0
+    wait_until(lambda: not bench.disk.files, "nothing went wrong with it that someone may look at")
 
 
 def test_what_the_trailer_says_alone_counts_when_nothing_is_compared(

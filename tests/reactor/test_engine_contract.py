@@ -197,6 +197,16 @@ def test_link_leaves_a_name_that_exists(bench: Bench) -> None:
     assert Path(bench.path("first")).read_bytes() == b"1" * PAGE
 
 
+def test_rename_replaces_a_name_that_exists(bench: Bench) -> None:
+    store(bench, "first", b"1" * PAGE)
+    store(bench, "second", b"2" * PAGE)
+    rename = {"path": bench.path("second"), "target": bench.path("first")}
+    assert bench.run(Action.RENAME, **rename) == 0
+    assert Path(bench.path("first")).read_bytes() == b"2" * PAGE
+    assert not Path(bench.path("second")).exists()
+    assert bench.run(Action.RENAME, **rename) == -errno.ENOENT
+
+
 def test_mkdir_refuses_a_name_that_exists(bench: Bench) -> None:
     assert bench.run(Action.MKDIR, path=bench.path("abc")) == 0
     assert bench.run(Action.MKDIR, path=bench.path("abc")) == -errno.EEXIST

@@ -201,6 +201,7 @@ class Oracle:
         )
         self._check_nothing_waits_needlessly(core, io, operations, now)
         self._check_reads_ahead(core, operations)
+        require(len(world.quarantined) <= limits.quarantine_files_max, "too many are put aside")
         self._check_deadlines(core, now)
         for entry in self.stores(self.open):
             self._check_settled(core, entry)
@@ -212,7 +213,7 @@ class Oracle:
         queues = core.queue_lengths()
         demand, preload = core._reads.demand, core._reads.preload
         opened, created = len(demand.opened), world.opened(writable=True)
-        creating = world.count(Action.CREATE, Action.MKDIR)
+        creating = world.creating()
         require(world.opened(writable=False) == opened + len(preload.opened), "a file is lost")
         require(world.count(Action.OPEN) == demand.opening + preload.opening, "an open is lost")
         ahead_max = limits.open_lookahead

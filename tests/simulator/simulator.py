@@ -73,6 +73,7 @@ class Simulation:
             read_bandwidth_max=random.choice(RATES),
             write_bandwidth_max=random.choice(RATES),
             check_every=random.choice((1, 1, 0, 3)),
+            quarantine_files_max=random.choice((0, 1, 16)),
         )
         weather = Weather(
             fault=random.choice((0.0, 0.02, 0.1, 0.3)),

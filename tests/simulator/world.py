@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
-from pykvcache.layout import PAGE, TEMPORARY_SUFFIX, BlockSpan, Defect
+from pykvcache.layout import PAGE, QUARANTINE, TEMPORARY_SUFFIX, BlockSpan, Defect
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure
 from pykvcache.transfer.operations import (
     Action,
@@ -163,6 +163,20 @@ class World:
             for entry in self.descriptors.values()
         )
 
+    def creating(self) -> int:
+        """Stores' files that are being created."""
+        return sum(
+            isinstance(flight.operation, FileOperation)
+            and flight.operation.action in (Action.CREATE, Action.MKDIR)
+            and not flight.operation.path.endswith(QUARANTINE)
+            for flight in self.flights.values()
+        )
+
+    @property
+    def quarantined(self) -> list[str]:
+        """Files that were put aside."""
+        return [path for path in self.files if f"/{QUARANTINE}/" in path]
+
     @property
     def temporaries(self) -> list[str]:
         """Temporary names that exist."""
@@ -270,6 +284,9 @@ class World:
                 require(wanted, f"nobody stores {operation.path}")
             case Action.LINK:
                 self._start_link(operation)
+            case Action.RENAME:
+                bad = operation.path in self._spoilt
+                require(bad, f"a good file is put aside: {operation.path}")
             case Action.UNLINK if not operation.path.endswith(TEMPORARY_SUFFIX):
                 bad = operation.path in self._spoilt or operation.path in self._suspect
                 require(bad, f"a good file is deleted: {operation.path}")
@@ -345,6 +362,7 @@ class World:
             Action.WRITE: self._end_write,
             Action.CLOSE: self._end_close,
             Action.LINK: self._end_link,
+            Action.RENAME: self._end_rename,
             Action.UNLINK: self._end_unlink,
             Action.MKDIR: self._end_mkdir,
         }[operation.action]
@@ -520,6 +538,15 @@ class World:
         if operation.path not in self.files:
             return -errno.ENOENT
         del self.files[operation.path]
+        return 0
+
+    def _end_rename(self, operation: FileOperation) -> int:
+        directory = operation.target.rpartition("/")[0]
+        if operation.path not in self.files or directory not in self.directories:
+            return -errno.ENOENT
+        if self.random.random() < self.weather.fault:
+            return -self.random.choice((errno.EIO, errno.ENOSPC, errno.EPERM))
+        self.files[operation.target] = self.files.pop(operation.path)
         return 0
 
     def _end_mkdir(self, operation: FileOperation) -> int:
