@@ -189,6 +189,18 @@ class Config(BaseModel):
         description="Files of each rank whose content is not what their name says that are kept "
         "in quarantine/, the newest; 0 deletes them.",
     )
+    group_access: bool = Field(
+        default=False,
+        description="Lets the group read and write files and directories, for servers of "
+        "several users that share a root; else they are for the user alone.",
+        json_schema_extra={"environment": True},
+    )
+    unsafe_root: bool = Field(
+        default=False,
+        description="Accepts a root that belongs to someone else or can be written by everyone, "
+        "who could then choose what a server answers.",
+        json_schema_extra={"environment": True},
+    )
     load_deadline_s: float = Field(
         default=30.0,
         gt=0,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from pykvcache.access import PRIVATE, Access, make_directories
 from pykvcache.errors import ConfigError
 from pykvcache.layout import FORMAT_VERSION, model_directory
 
@@ -83,46 +84,59 @@ class RankIdentity(_Facts):
     page_bytes: tuple[tuple[int, ...], ...]
 
 
-def claim_directory(facts: Identity | RankIdentity, directory: Path, root: Path) -> None:
+def claim_directory(
+    facts: Identity | RankIdentity, directory: Path, root: Path, access: Access = PRIVATE
+) -> None:
     """Make the directory with its ``identity.json``, or check the one that is there.
 
     Args:
         facts: what the directory's files depend on.
         directory: :meth:`Identity.directory`, or a rank's directory in it.
-        root: the option, for the message.
+        root: the option.
+        access: whose the directory is, or may be.
 
     Raises:
-        ConfigError: the directory holds another identity's file, or cannot be written.
+        ConfigError: the directory holds another identity's file, cannot be written, or could
+            be changed by others.
     """
     path = directory / FILE_NAME
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            _publish(path, facts.canonical)
-        found = path.read_bytes()
+        make_directories(directory, root, access)
+        expected = facts.canonical.encode()
+        if not os.path.lexists(path):
+            _publish(path, expected, access)
+        found = _read(path, len(expected) + 1)
     except OSError as error:
         where = f": '{error.filename}'" if error.filename else ""  # a failed write names none
         raise ConfigError(
             f"option 'root' is '{root}': cannot keep files there ({error.strerror}{where}); it "
             "must be a directory that this user can write, on a filesystem with free space"
         ) from None
-    if found != facts.canonical.encode():
+    if found != expected:
         raise ConfigError(
             f"option 'root' is '{root}': '{path}' does not describe this server's cache; "
             "remove that directory, or choose another root or namespace"
         )
 
 
-def _publish(path: Path, text: str) -> None:
+def _read(path: Path, bytes_max: int) -> bytes:
+    """No more than that: who compares need not know what else there is. Never opens what a
+    symbolic link names, nor waits for who writes into a pipe."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(path, flags), "rb") as file:
+        return file.read(bytes_max) or b""
+
+
+def _publish(path: Path, text: bytes, access: Access) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+    def create(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, access.file_mode)
+
     try:
-        with open(temporary, "x", opener=_private) as file:
+        with open(temporary, "xb", opener=create) as file:
             file.write(text)
         with contextlib.suppress(FileExistsError):  # another process was first: compare below
             os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -114,7 +114,7 @@ def chunk_of(path: Path) -> ChunkTransfer:
     trailer = decode_trailer(page)
     if not isinstance(trailer, Trailer):
         raise ConfigError(f"'{path}' is not a KV chunk: it must end in a trailer page")
-    return plain_chunk(trailer.key, str(path), trailer.payload_bytes, trailer.span)
+    return plain_chunk(trailer.key, os.path.realpath(path), trailer.payload_bytes, trailer.span)
 
 
 def plain_chunk(

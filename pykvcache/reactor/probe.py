@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pykvcache.access import PRIVATE, Access
 from pykvcache.errors import ConfigError
 from pykvcache.layout import PAGE, TEMPORARY_SUFFIX
-from pykvcache.reactor.calls import FILE_MODE, create_flags, read_flags
+from pykvcache.reactor.calls import create_flags, read_flags
 from pykvcache.reactor.engine import IoEngine
 from pykvcache.reactor.rows import Rows
 from pykvcache.reactor.threads import ThreadsEngine
@@ -129,6 +130,7 @@ def make_engine(
     direct: bool,
     io_depth: int,
     rows: Rows | None = None,
+    access: Access = PRIVATE,
 ) -> IoEngine:
     """Build the chosen engine; call it on the thread that uses it.
 
@@ -138,10 +140,11 @@ def make_engine(
         direct: whether files are opened with O_DIRECT.
         io_depth: reads and writes in flight.
         rows: where payloads lie that are not in slots.
+        access: modes of what is made.
     """
     if choice.name == "io_uring":
-        return UringEngine(buffers, direct, rows=rows)
-    return ThreadsEngine(buffers, direct, workers=io_depth, rows=rows)
+        return UringEngine(buffers, direct, rows=rows, access=access)
+    return ThreadsEngine(buffers, direct, workers=io_depth, rows=rows, access=access)
 
 
 def _try_page(directory: Path, direct: bool) -> OSError | None:
@@ -276,7 +279,7 @@ def _probe_names(directory: Path) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def _opened(path: str, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags, FILE_MODE)
+    descriptor = os.open(path, flags, PRIVATE.file_mode)
     try:
         yield descriptor
     finally:

@@ -33,12 +33,9 @@ import struct
 
 from pykvcache.errors import InvariantError
 
-NOP, READV, WRITEV, OPENAT, CLOSE, READ, WRITE = 0, 1, 2, 18, 19, 22, 23
+NOP, READV, WRITEV, CLOSE, READ, WRITE, OPENAT2 = 0, 1, 2, 19, 22, 23, 28
 RENAMEAT, UNLINKAT, MKDIRAT, LINKAT = 35, 36, 37, 39
 """Operation codes, ``enum io_uring_op``."""
-
-AT_FDCWD = -100
-"""The directory that relative paths start from is the current one (openat(2))."""
 
 ASYNC = 1 << 4
 """``IOSQE_ASYNC``: hand the operation to a kernel worker at once, without an inline attempt."""
@@ -133,12 +130,13 @@ class Ring:
 
         Args:
             opcode: one of this module's operation codes.
-            descriptor: a descriptor, or :data:`AT_FDCWD`.
+            descriptor: a descriptor, or AT_FDCWD.
             user_data: what :meth:`completions` returns with the result.
             flags: of the entry, such as :data:`ASYNC`.
             address: of a buffer or path, which must live until the completion.
             length: of the buffer in bytes; for some operations a mode or descriptor.
-            offset: in the file in bytes; for LINKAT and RENAMEAT the address of the second path.
+            offset: in the file in bytes; for LINKAT and RENAMEAT the address of the second path,
+                for OPENAT2 that of its flags.
             argument: the operation's own flags.
 
         Raises:

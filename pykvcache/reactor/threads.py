@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import ClassVar
 
+from pykvcache.access import PRIVATE, Access
 from pykvcache.errors import InvariantError
 from pykvcache.reactor.calls import (
-    DIRECTORY_MODE,
-    FILE_MODE,
     create_flags,
     encode_path,
     is_cut_short,
+    open_file,
+    open_how,
     parts_of,
     read_flags,
     without_front,
@@ -46,6 +47,7 @@ class ThreadsEngine(IoEngine):
         direct: whether files are opened with O_DIRECT.
         workers: transfers at a time (``io_depth``).
         rows: where payloads lie that are not in slots.
+        access: modes of what is made.
     """
 
     name: ClassVar[str] = "threads"
@@ -56,11 +58,13 @@ class ThreadsEngine(IoEngine):
         direct: bool,
         workers: int,
         rows: Rows | None = None,
+        access: Access = PRIVATE,
     ) -> None:
         self._buffers = buffers
         self._rows = rows
-        self._read_flags = read_flags(direct)
-        self._create_flags = create_flags(direct)
+        self._access = access
+        self._read_how = open_how(read_flags(direct))
+        self._create_how = open_how(create_flags(direct), access.file_mode)
         self._tokens: set[int] = set()
         self._completed: list[Completion] = []
         self._lock = threading.Lock()
@@ -139,9 +143,9 @@ class ThreadsEngine(IoEngine):
         path = encode_path(operation.path)
         match operation.action:
             case Action.OPEN:
-                return os.open(path, self._read_flags)
+                return open_file(path, self._read_how)
             case Action.CREATE:
-                return os.open(path, self._create_flags, FILE_MODE)
+                return open_file(path, self._create_how)
             case Action.LINK:
                 os.link(path, encode_path(operation.target), follow_symlinks=False)
             case Action.RENAME:
@@ -149,7 +153,7 @@ class ThreadsEngine(IoEngine):
             case Action.UNLINK:
                 os.unlink(path)
             case Action.MKDIR:
-                os.mkdir(path, DIRECTORY_MODE)
+                os.mkdir(path, self._access.directory_mode)
         return 0
 
     def _transfer(self, operation: FileOperation) -> int:

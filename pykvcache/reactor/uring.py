@@ -26,14 +26,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from pykvcache.access import PRIVATE, Access
 from pykvcache.errors import InvariantError
 from pykvcache.reactor import ring
 from pykvcache.reactor.calls import (
-    DIRECTORY_MODE,
-    FILE_MODE,
+    AT_FDCWD,
     create_flags,
     encode_path,
     is_cut_short,
+    open_how,
     parts_of,
     read_flags,
     without_front,
@@ -45,7 +46,7 @@ from pykvcache.transfer.operations import Action, Completion, FileOperation
 ENTRIES = 256
 """Operations of each ring with the kernel at a time, far above what is in flight; more wait."""
 
-_DIRECTORY_AS_LENGTH = ring.AT_FDCWD & 0xFFFFFFFF
+_DIRECTORY_AS_LENGTH = AT_FDCWD & 0xFFFFFFFF
 """LINKAT takes the second directory in the unsigned length field."""
 
 
@@ -80,6 +81,7 @@ class UringEngine(IoEngine):
         direct: whether files are opened with O_DIRECT.
         entries: operations of each ring with the kernel at a time, a power of two.
         rows: where payloads lie that are not in slots.
+        access: modes of what is made.
 
     Raises:
         OSError: the kernel or a sandbox refuses the ring.
@@ -93,11 +95,13 @@ class UringEngine(IoEngine):
         direct: bool,
         entries: int = ENTRIES,
         rows: Rows | None = None,
+        access: Access = PRIVATE,
     ) -> None:
         self._buffers = buffers
         self._rows = rows
-        self._read_flags = read_flags(direct)
-        self._create_flags = create_flags(direct)
+        self._access = access
+        self._read_how = open_how(read_flags(direct))
+        self._create_how = open_how(create_flags(direct), access.file_mode)
         self._pending: dict[int, _Pending] = {}
         with contextlib.ExitStack() as undo:
             self._transfers = _Queue(entries)
@@ -196,12 +200,12 @@ class UringEngine(IoEngine):
         operation = pending.operation
         path = ctypes.c_char_p(encode_path(operation.path))
         pending.path = path
-        opcode, length, argument, offset = ring.UNLINKAT, 0, 0, 0
+        opcode, length, offset = ring.UNLINKAT, 0, 0
         match operation.action:
-            case Action.OPEN:
-                opcode, argument = ring.OPENAT, self._read_flags
-            case Action.CREATE:
-                opcode, length, argument = ring.OPENAT, FILE_MODE, self._create_flags
+            case Action.OPEN | Action.CREATE:
+                how = self._read_how if operation.action is Action.OPEN else self._create_how
+                opcode, length = ring.OPENAT2, ctypes.sizeof(how)
+                offset = ctypes.addressof(how)
             case Action.LINK | Action.RENAME:
                 pending.target = ctypes.c_char_p(encode_path(operation.target))
                 is_link = operation.action is Action.LINK
@@ -209,16 +213,15 @@ class UringEngine(IoEngine):
                 length = _DIRECTORY_AS_LENGTH
                 offset = _pointer(pending.target)
             case Action.MKDIR:
-                opcode, length = ring.MKDIRAT, DIRECTORY_MODE
+                opcode, length = ring.MKDIRAT, self._access.directory_mode
         onto.push(
             opcode,
-            ring.AT_FDCWD,
+            AT_FDCWD,
             operation.token,
             flags=ring.ASYNC,
             address=_pointer(path),
             length=length,
             offset=offset,
-            argument=argument,
         )
 
 

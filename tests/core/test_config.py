@@ -72,6 +72,8 @@ def test_only_the_documented_options_come_from_the_environment() -> None:
         "read_bandwidth_max": "1",
         "write_bandwidth_max": "1",
         "verify": "1",
+        "group_access": "1",
+        "unsafe_root": "1",
         "load_deadline_s": "1",
         "capacity": "1",
         "free_space_min": "1",

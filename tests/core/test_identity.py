@@ -157,6 +157,22 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path, content: bytes
     assert path.read_bytes() == content, "nothing of somebody else's is overwritten"
 
 
+def test_an_identity_that_is_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    directory = claim(tmp_path / "root")
+    (directory / FILE_NAME).rename(tmp_path / "elsewhere")
+    (directory / FILE_NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="Too many levels of symbolic links"):
+        claim(tmp_path / "root")
+
+
+def test_an_identity_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    directory = claim(tmp_path)
+    (directory / FILE_NAME).unlink()
+    os.mkfifo(directory / FILE_NAME)
+    with pytest.raises(ConfigError, match="does not describe this server's cache"):
+        claim(tmp_path)
+
+
 def test_a_root_below_a_file_is_refused(tmp_path: Path) -> None:
     blocking = tmp_path / "file"
     blocking.write_text("")

@@ -354,6 +354,16 @@ def test_a_symbolic_link_is_refused(bench: Bench, action: Action) -> None:
     assert bench.run(action, path=bench.path("symlink")) == expected
 
 
+@pytest.mark.parametrize("action", [Action.OPEN, Action.CREATE])
+def test_a_symbolic_link_on_the_way_is_refused(bench: Bench, action: Action) -> None:
+    assert bench.run(Action.MKDIR, path=bench.path("abc")) == 0
+    store(bench, "abc/file", bytes(PAGE))
+    os.symlink(bench.path("abc"), bench.path("link"))
+    name = "link/file" if action is Action.OPEN else "link/new"
+    assert bench.run(action, path=bench.path(name)) == -errno.ELOOP
+    assert os.listdir(bench.path("abc")) == ["file"]
+
+
 def test_link_names_the_symbolic_link_itself(bench: Bench) -> None:
     os.symlink("nowhere", bench.path("symlink"))
     assert bench.run(Action.LINK, path=bench.path("symlink"), target=bench.path("other")) == 0

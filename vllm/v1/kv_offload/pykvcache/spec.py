@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
@@ -16,6 +18,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from pykvcache.access import access_of
 from pykvcache.capacity.keeper import Keeper
 from pykvcache.config import Config
 from pykvcache.identity import Identity, claim_directory
@@ -46,9 +49,12 @@ class PyKVCacheSpec(OffloadingSpec):
         self.options = Config(**settings["config"])
         self.pool_bytes: int = settings["pool_bytes"]
         self.identity = build_identity(config, self.options, settings["facts"])
-        self.directory = self.identity.directory(self.options.root)
+        # Nothing follows a symbolic link once the root itself has been found.
+        self.root = Path(os.path.realpath(self.options.root))
+        self.directory = self.identity.directory(self.root)
         with logged_refusal():
-            claim_directory(self.identity, self.directory, self.options.root)
+            self.access = access_of(self.options)
+            claim_directory(self.identity, self.directory, self.root, self.access)
 
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side."""

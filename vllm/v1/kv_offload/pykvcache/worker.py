@@ -24,10 +24,11 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from pykvcache.access import make_directories
 from pykvcache.capacity.no_space import NoSpaceReporter
 from pykvcache.geometry import ChunkGeometry, PageReference
 from pykvcache.identity import RankIdentity, claim_directory
-from pykvcache.layout import ChunkPaths, rank_directory
+from pykvcache.layout import QUARANTINE, ChunkPaths, rank_directory
 from pykvcache.limits import limits_of
 from pykvcache.pool import Pool, slots_of
 from pykvcache.reactor.device import CopyBatch, make_copier
@@ -64,7 +65,8 @@ class PyKVCacheWorker(OffloadingWorker):
             layers=tuple(group.layer_names for group in spec.config.groups),
             page_bytes=tuple(tuple(page.page_bytes for page in group) for group in geometry.groups),
         )
-        claim_directory(rank_identity, directory, options.root)
+        claim_directory(rank_identity, directory, spec.root, spec.access)
+        make_directories(directory / QUARANTINE, spec.root, spec.access)
         slots = slots_of(
             spec.pool_bytes, geometry.slot_bytes, options.slots_min, parallel.world_size
         )
@@ -88,7 +90,9 @@ class PyKVCacheWorker(OffloadingWorker):
         self._reactor = Reactor(
             limits,
             pool,
-            lambda buffers: make_engine(engine, buffers, direct.direct, options.io_depth),
+            lambda buffers: make_engine(
+                engine, buffers, direct.direct, options.io_depth, access=spec.access
+            ),
             copier,
             fingerprint=rank_identity.fingerprint,
             writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
