@@ -182,6 +182,13 @@ class Config(BaseModel):
         description="Reads of which one is compared if verify is 'sampled': finds a bad drive "
         "soon at a sixteenth of the cost.",
     )
+    durability: Literal["none", "fsync"] = Field(
+        default="none",
+        description="What a loss of power may cost: chunks that the system had not written "
+        "back, of which checksums make misses ('none'), or no chunk whose store had ended "
+        "('fsync', which waits for the storage; for shared filesystems).",
+        json_schema_extra={"environment": True},
+    )
     quarantine_files_max: int = Field(
         default=16,
         ge=0,

@@ -136,6 +136,8 @@ def _publish(path: Path, text: bytes, access: Access) -> None:
     try:
         with open(temporary, "xb", opener=create) as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # what a loss of power left of it would be refused
         with contextlib.suppress(FileExistsError):  # another process was first: compare below
             os.link(temporary, path)
     finally:

@@ -37,6 +37,7 @@ def limits_of(config: Config, slots: int) -> Limits:
         read_bandwidth_max=config.read_bandwidth_max,
         write_bandwidth_max=config.write_bandwidth_max,
         check_every=every[config.verify],
+        syncs=config.durability == "fsync",
         quarantine_files_max=config.quarantine_files_max,
         checks_trailers=config.verify != "off",
     )

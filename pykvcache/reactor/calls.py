@@ -29,6 +29,11 @@ def read_flags(direct: bool) -> int:
     return _READ_FLAGS | (os.O_DIRECT if direct else 0)
 
 
+def directory_flags() -> int:
+    """Flags of OPEN_DIRECTORY."""
+    return _READ_FLAGS | os.O_DIRECTORY
+
+
 def create_flags(direct: bool) -> int:
     """Flags of CREATE; a name that exists is refused (EEXIST)."""
     return _CREATE_FLAGS | (os.O_DIRECT if direct else 0)

@@ -33,7 +33,7 @@ import struct
 
 from pykvcache.errors import InvariantError
 
-NOP, READV, WRITEV, CLOSE, READ, WRITE, OPENAT2 = 0, 1, 2, 19, 22, 23, 28
+NOP, READV, WRITEV, FSYNC, CLOSE, READ, WRITE, OPENAT2 = 0, 1, 2, 3, 19, 22, 23, 28
 RENAMEAT, UNLINKAT, MKDIRAT, LINKAT = 35, 36, 37, 39
 """Operation codes, ``enum io_uring_op``."""
 

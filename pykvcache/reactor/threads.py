@@ -20,6 +20,7 @@ from pykvcache.access import PRIVATE, Access
 from pykvcache.errors import InvariantError
 from pykvcache.reactor.calls import (
     create_flags,
+    directory_flags,
     encode_path,
     is_cut_short,
     open_file,
@@ -63,8 +64,11 @@ class ThreadsEngine(IoEngine):
         self._buffers = buffers
         self._rows = rows
         self._access = access
-        self._read_how = open_how(read_flags(direct))
-        self._create_how = open_how(create_flags(direct), access.file_mode)
+        self._hows = {
+            Action.OPEN: open_how(read_flags(direct)),
+            Action.OPEN_DIRECTORY: open_how(directory_flags()),
+            Action.CREATE: open_how(create_flags(direct), access.file_mode),
+        }
         self._tokens: set[int] = set()
         self._completed: list[Completion] = []
         self._lock = threading.Lock()
@@ -140,12 +144,13 @@ class ThreadsEngine(IoEngine):
         if operation.action is Action.CLOSE:
             os.close(operation.descriptor)
             return 0
+        if operation.action is Action.SYNC:
+            os.fsync(operation.descriptor)
+            return 0
         path = encode_path(operation.path)
         match operation.action:
-            case Action.OPEN:
-                return open_file(path, self._read_how)
-            case Action.CREATE:
-                return open_file(path, self._create_how)
+            case Action.OPEN | Action.CREATE | Action.OPEN_DIRECTORY:
+                return open_file(path, self._hows[operation.action])
             case Action.LINK:
                 os.link(path, encode_path(operation.target), follow_symlinks=False)
             case Action.RENAME:

@@ -32,6 +32,7 @@ from pykvcache.reactor import ring
 from pykvcache.reactor.calls import (
     AT_FDCWD,
     create_flags,
+    directory_flags,
     encode_path,
     is_cut_short,
     open_how,
@@ -100,8 +101,11 @@ class UringEngine(IoEngine):
         self._buffers = buffers
         self._rows = rows
         self._access = access
-        self._read_how = open_how(read_flags(direct))
-        self._create_how = open_how(create_flags(direct), access.file_mode)
+        self._hows = {
+            Action.OPEN: open_how(read_flags(direct)),
+            Action.OPEN_DIRECTORY: open_how(directory_flags()),
+            Action.CREATE: open_how(create_flags(direct), access.file_mode),
+        }
         self._pending: dict[int, _Pending] = {}
         with contextlib.ExitStack() as undo:
             self._transfers = _Queue(entries)
@@ -170,6 +174,8 @@ class UringEngine(IoEngine):
         elif action is Action.CLOSE:
             # The kernel itself hands those closes that can wait to a worker (``f_op->flush``).
             onto.push(ring.CLOSE, operation.descriptor, operation.token)
+        elif action is Action.SYNC:
+            onto.push(ring.FSYNC, operation.descriptor, operation.token, flags=ring.ASYNC)
         else:
             self._push_path(onto, pending)
 
@@ -202,8 +208,8 @@ class UringEngine(IoEngine):
         pending.path = path
         opcode, length, offset = ring.UNLINKAT, 0, 0
         match operation.action:
-            case Action.OPEN | Action.CREATE:
-                how = self._read_how if operation.action is Action.OPEN else self._create_how
+            case Action.OPEN | Action.CREATE | Action.OPEN_DIRECTORY:
+                how = self._hows[operation.action]
                 opcode, length = ring.OPENAT2, ctypes.sizeof(how)
                 offset = ctypes.addressof(how)
             case Action.LINK | Action.RENAME:

@@ -58,6 +58,8 @@ class Limits:
     check_every: int = 1
     """Every so many reads the payload's checksum is compared; 0: never."""
     quarantine_files_max: int = 16
+    syncs: bool = False
+    """Whether a store waits until its chunk would outlive a loss of power."""
     checks_trailers: bool = True
     """Whether a trailer page is asked if it is intact; for who examines reads."""
 
@@ -114,6 +116,7 @@ class TransferCore:
             self._budget,
             limits.open_lookahead,
             writer,
+            syncs=limits.syncs,
         )
         self._preloads = Preloads(self._reads, self._budget, limits.preload)
         self._closing = False

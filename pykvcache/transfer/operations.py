@@ -21,6 +21,10 @@ class Action(enum.Enum):
     """Read ``length`` bytes from the start of ``descriptor`` into the slot."""
     WRITE = enum.auto()
     """Write ``length`` bytes of the slot at the start of ``descriptor``."""
+    OPEN_DIRECTORY = enum.auto()
+    """Open ``path`` to sync it; the result is a descriptor."""
+    SYNC = enum.auto()
+    """Wait until what ``descriptor`` is of is on the storage (fsync(2))."""
     CLOSE = enum.auto()
     LINK = enum.auto()
     """Give ``path`` the second name ``target``, which must not exist."""

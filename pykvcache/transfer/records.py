@@ -92,6 +92,8 @@ class Write:
     slot: int = -1
     temporary: str = ""
     directory_made: bool = False
+    to_sync: list[str] = field(default_factory=list)
+    """Directories whose new entry is not on the storage yet, the nearest first."""
     kept: bool = False
     """Whether its slot has been handed to the DRAM tier."""
 

@@ -33,8 +33,10 @@ class State(enum.StrEnum):
     MAKING_DIRECTORY = "making directory"
     CREATED = "created"
     WRITING = "writing"
+    SYNCING = "syncing"
     CLOSING = "closing"
     LINKING = "linking"
+    PUBLISHING = "publishing"
     ENDED = "ended"
 
 
@@ -92,13 +94,17 @@ WRITE_TRANSITIONS = MappingProxyType(
         (_S.MAKING_DIRECTORY, _E.FAIL): _S.ENDED,
         (_S.CREATED, _E.ISSUE): _S.WRITING,
         (_S.CREATED, _E.ABANDON): _S.ENDED,
-        (_S.WRITING, _E.SUCCEED): _S.CLOSING,
+        (_S.WRITING, _E.SUCCEED): _S.SYNCING,
         (_S.WRITING, _E.FAIL): _S.ENDED,
+        (_S.SYNCING, _E.SUCCEED): _S.CLOSING,
+        (_S.SYNCING, _E.FAIL): _S.ENDED,
         (_S.CLOSING, _E.SUCCEED): _S.LINKING,
         (_S.CLOSING, _E.FAIL): _S.ENDED,
         (_S.CLOSING, _E.ABANDON): _S.ENDED,
-        (_S.LINKING, _E.SUCCEED): _S.ENDED,
+        (_S.LINKING, _E.SUCCEED): _S.PUBLISHING,
         (_S.LINKING, _E.FAIL): _S.ENDED,
+        (_S.PUBLISHING, _E.SUCCEED): _S.ENDED,
+        (_S.PUBLISHING, _E.FAIL): _S.ENDED,
     }
 )
 

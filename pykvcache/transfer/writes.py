@@ -28,16 +28,20 @@ class Writes:
         budget: Budget,
         open_lookahead: int,
         writer: str,
+        *,
+        syncs: bool,
     ) -> None:
         """Args:
         open_lookahead: files created ahead of their write.
         writer: hex digits that no other writer of the root uses, for temporary names.
+        syncs: whether files and directories are to outlive a loss of power.
         """
         self._records = records
         self._issued = issued
         self._budget = budget
         self._open_lookahead = open_lookahead
         self._writer = writer
+        self._syncs = syncs
         self._names = itertools.count(1)
         self._wanted: set[Write] = set()
         self._waiting: deque[Write] = deque()
@@ -212,6 +216,24 @@ class Writes:
         write.record.file_bytes += write.chunk.file_bytes
         self._keep_slot(write)
         write.move(Event.SUCCEED)
+        if self._syncs:
+            self._sync(write, self._on_synced)
+        else:
+            self._close(write)
+
+    def _sync(self, write: Write, react: Callable[[Write, Completion], None]) -> None:
+        self._issued.follow(
+            self._issued.file(Action.SYNC, partial(react, write), descriptor=write.descriptor)
+        )
+
+    def _on_synced(self, write: Write, done: Completion) -> None:
+        if done.result < 0:
+            self._fail_write(write, failure_of(done.result))
+        else:
+            self._close(write)
+
+    def _close(self, write: Write) -> None:
+        write.move(Event.SUCCEED)
         # Closed before it gets its name: a network filesystem writes back at close and
         # reports there what it could not keep (close(2), "close-to-open" in nfs(5)).
         descriptor, write.descriptor = write.descriptor, -1
@@ -242,8 +264,43 @@ class Writes:
             self._fail_write(write, failure_of(done.result))
             return
         write.move(Event.SUCCEED)
+        is_present = done.result == -errno.EEXIST
+        if write in self._wanted and self._syncs and not is_present:
+            directory = write.chunk.path.rpartition("/")[0]
+            write.to_sync = [directory]
+            if write.directory_made:
+                write.to_sync.append(directory.rpartition("/")[0])
+            self._sync_directory(write)
+        else:
+            self._publish(write, is_present=is_present)
+
+    def _sync_directory(self, write: Write) -> None:
+        path = write.to_sync.pop()
+        react = partial(self._on_directory_opened, write)
+        self._issued.follow(self._issued.file(Action.OPEN_DIRECTORY, react, path=path))
+
+    def _on_directory_opened(self, write: Write, done: Completion) -> None:
+        if done.result < 0:
+            self._fail_write(write, failure_of(done.result))
+        else:
+            write.descriptor = done.result
+            self._sync(write, self._on_directory_synced)
+
+    def _on_directory_synced(self, write: Write, done: Completion) -> None:
+        if done.result < 0:
+            self._fail_write(write, failure_of(done.result))
+            return
+        if write.to_sync:
+            self._issued.clean_up(Action.CLOSE, descriptor=write.descriptor)
+            write.descriptor = -1
+            self._sync_directory(write)
+        else:
+            self._publish(write, is_present=False)
+
+    def _publish(self, write: Write, *, is_present: bool) -> None:
+        write.move(Event.SUCCEED)
         if write in self._wanted:
-            if done.result == -errno.EEXIST:
+            if is_present:
                 write.record.present += 1
             write.record.copied_bytes += write.chunk.copy_bytes
             self._records.end_chunk(write.record, write.chunk)

@@ -73,6 +73,7 @@ class Driver:
         write_bandwidth_max: int = 0,
         check_every: int = 1,
         quarantine_files_max: int = 16,
+        syncs: bool = False,
         holds_checksums: bool = False,
     ) -> None:
         self.ledger = SlotLedger(slots)
@@ -87,6 +88,7 @@ class Driver:
             write_bandwidth_max=write_bandwidth_max,
             check_every=check_every,
             quarantine_files_max=quarantine_files_max,
+            syncs=syncs,
         )
         self._holds_checksums = holds_checksums
         self.core = TransferCore(limits, self.ledger, "w")
@@ -187,7 +189,7 @@ class Driver:
 
     def _good(self, operation: Operation) -> int:
         if isinstance(operation, FileOperation):
-            if operation.action in (Action.OPEN, Action.CREATE):
+            if operation.action in (Action.OPEN, Action.CREATE, Action.OPEN_DIRECTORY):
                 return next(self._descriptors)
             return operation.length
         return 0

@@ -56,6 +56,11 @@ def test_what_is_compared(options: dict[str, Any], check_every: int, checks_trai
     assert (limits.check_every, limits.checks_trailers) == (check_every, checks_trailers)
 
 
+def test_only_fsync_waits_for_the_storage() -> None:
+    assert not limits_of(Config(), 100).syncs
+    assert limits_of(Config(durability="fsync"), 100).syncs
+
+
 def test_the_policy_asked_for_is_the_policy() -> None:
     assert limits_of(Config(dram_policy="none"), 100).dram_policy == "none"
     assert limits_of(Config(dram_policy="arc"), SLOTS_MIN).dram_policy == "arc"

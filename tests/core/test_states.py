@@ -86,6 +86,8 @@ def test_the_core_moves_by_the_table_alone(monkeypatch: pytest.MonkeyPatch) -> N
         State.CREATING,
         State.CREATED,
         State.WRITING,
+        State.SYNCING,
         State.CLOSING,
         State.LINKING,
+        State.PUBLISHING,
     }

@@ -207,6 +207,19 @@ def test_rename_replaces_a_name_that_exists(bench: Bench) -> None:
     assert bench.run(Action.RENAME, **rename) == -errno.ENOENT
 
 
+def test_files_and_directories_can_be_synced(bench: Bench) -> None:
+    store(bench, "file", bytes(PAGE))
+    opened = (
+        bench.run(Action.OPEN, path=bench.path("file")),
+        bench.run(Action.OPEN_DIRECTORY, path=str(bench.directory)),
+    )
+    for descriptor in opened:
+        assert bench.run(Action.SYNC, descriptor=descriptor) == 0
+        assert bench.run(Action.CLOSE, descriptor=descriptor) == 0
+        assert bench.run(Action.SYNC, descriptor=descriptor) == -errno.EBADF
+    assert bench.run(Action.OPEN_DIRECTORY, path=bench.path("file")) == -errno.ENOTDIR
+
+
 def test_mkdir_refuses_a_name_that_exists(bench: Bench) -> None:
     assert bench.run(Action.MKDIR, path=bench.path("abc")) == 0
     assert bench.run(Action.MKDIR, path=bench.path("abc")) == -errno.EEXIST

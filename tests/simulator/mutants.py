@@ -86,6 +86,12 @@ class SkipsLink(SkipsOperation):
     skipped = Action.LINK
 
 
+class SkipsSync(SkipsOperation):
+    """Takes for durable what the storage may lose."""
+
+    skipped = Action.SYNC
+
+
 class WritesBeforeReads(TransferCore):
     """Turns the priorities round."""
 
@@ -348,6 +354,7 @@ MUTANTS: tuple[type[TransferCore], ...] = (
     SkipsClose,
     SkipsUnlink,
     SkipsLink,
+    SkipsSync,
     WritesBeforeReads,
     ForgetsForsake,
     ForgetsFlush,

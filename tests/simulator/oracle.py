@@ -327,7 +327,8 @@ class Oracle:
 
     def _check_result(self, entry: Entry, result: JobResult, now: float) -> None:
         job, world = entry.job, self._world
-        done = world.copied_in if entry.is_load else world.published | world.present
+        stored = world.durable if self._limits.syncs else world.published
+        done = world.copied_in if entry.is_load else stored | world.present
         transferred = {chunk for chunk in job.chunks if chunk.key not in result.failures}
         require(result.direction is job.direction, f"wrong direction: {result}")
         require(result.chunks == len(job.chunks), f"wrong number of chunks: {result}")

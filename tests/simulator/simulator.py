@@ -26,7 +26,7 @@ from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job
 from pykvcache.transfer.preloads import PreloadLimits
 from tests.simulator.oracle import FAR_DEADLINE_S, Oracle, PendingFlush
 from tests.simulator.watched import Violation, WatchedLedger, require
-from tests.simulator.world import Operation, Weather, World, right_content
+from tests.simulator.world import ROOT, Operation, Weather, World, right_content
 
 CoreFactory = Callable[[Limits, SlotLedger, str], TransferCore]
 
@@ -37,7 +37,7 @@ RATES = (0, 0, 8 * PAGE, 60 * PAGE)
 """Bytes per second: none, a chunk every half second, some chunks a second."""
 
 KEYS = 10
-PATHS = ChunkPaths("root/rank-0000")  # type: ignore[arg-type]
+PATHS = ChunkPaths(ROOT)  # type: ignore[arg-type]
 TURNS_TO_REST_MAX = 2000
 """Far more turns than any schedule needs from its last action until all is idle."""
 
@@ -73,6 +73,7 @@ class Simulation:
             read_bandwidth_max=random.choice(RATES),
             write_bandwidth_max=random.choice(RATES),
             check_every=random.choice((1, 1, 0, 3)),
+            syncs=random.random() < 0.3,
             quarantine_files_max=random.choice((0, 1, 16)),
         )
         weather = Weather(
@@ -82,6 +83,7 @@ class Simulation:
             defect=random.choice((0.0, 0.1, 0.4)),
         )
         self.world = World(random, weather, self.ledger)
+        self.world.syncs = self.limits.syncs
         self.core = make_core(self.limits, self.ledger, "abcd")
         self.oracle = Oracle(self.limits, self.ledger, self.world)
         self.now = 0.0

@@ -28,6 +28,9 @@ from pykvcache.transfer.operations import (
 from pykvcache.transfer.outcomes import failure_of, failure_of_defect
 from tests.simulator.watched import WatchedLedger, require
 
+ROOT = "root/rank-0000"
+"""Directory of all files; nothing happens to it."""
+
 Operation = FileOperation | CopyOperation | ChecksumOperation
 Content = dict[int, object]
 """Blocks of a chunk, by index in the chunk."""
@@ -48,6 +51,7 @@ class File:
     defect: Defect | None = None
     stored: ChunkTransfer | None = None
     """The chunk that was written, for files that the core made."""
+    synced: bool = False
     whole: bool = False
     """Written wholly, and closed without an error."""
 
@@ -117,6 +121,9 @@ class World:
         self.copied_in: set[ChunkTransfer] = set()
         self.copies_out_seen: set[ChunkTransfer] = set()
         self.published: set[ChunkTransfer] = set()
+        self.durable: set[ChunkTransfer] = set()
+        """Published, and their directory synced after that."""
+        self.syncs = False
         self.present: set[ChunkTransfer] = set()
         self.written_bytes: defaultdict[ChunkTransfer, int] = defaultdict(int)
         self.read_bytes = 0
@@ -277,6 +284,8 @@ class World:
                 ]
                 require(not users, f"descriptor closed while in use: {users}")
                 entry.closing = True
+            case Action.SYNC:
+                self._descriptor(operation)
             case Action.OPEN:
                 self._check_wanted(operation.path)
             case Action.CREATE if operation.path not in self._directory_missed:
@@ -330,6 +339,7 @@ class World:
         chunk = file.stored
         require(chunk is not None and file.whole, f"link of a file not wholly written: {operation}")
         assert chunk is not None
+        require(file.synced or not self.syncs, f"linked before it was synced: {operation}")
         require(operation.target == chunk.path, f"linked to another name: {operation}")
         require(self.is_wanted(chunk), f"link for a job that ended: {chunk}")
         users = [entry for entry in self.descriptors.values() if entry.file is file]
@@ -360,6 +370,8 @@ class World:
             Action.OPEN: self._end_open,
             Action.CREATE: self._end_create,
             Action.WRITE: self._end_write,
+            Action.OPEN_DIRECTORY: self._end_open_directory,
+            Action.SYNC: self._end_sync,
             Action.CLOSE: self._end_close,
             Action.LINK: self._end_link,
             Action.RENAME: self._end_rename,
@@ -423,10 +435,12 @@ class World:
         require(loaded == right_content(chunk), f"wrong data loaded: {chunk} got {loaded}")
         self.copied_in.add(chunk)
 
-    def _new_descriptor(self, file: File, path: str, writable: bool) -> int:
+    def _new_descriptor(
+        self, file: File, path: str, writable: bool, transferred: bool = False
+    ) -> int:
         number = self._next_descriptor
         self._next_descriptor += 1
-        self.descriptors[number] = Descriptor(file, path, writable)
+        self.descriptors[number] = Descriptor(file, path, writable, transferred)
         return number
 
     def _end_open(self, operation: FileOperation) -> int:
@@ -507,6 +521,28 @@ class World:
         file.whole = True
         self.written_bytes[chunk] += operation.length
         return file.length
+
+    def _end_open_directory(self, operation: FileOperation) -> int:
+        path = operation.path
+        if path == ROOT:
+            return self._new_descriptor(File(), path, writable=False, transferred=True)
+        if path not in self.directories:
+            return self._blame(path, errno.ENOENT)
+        fault = self._fault(path, errno.EMFILE, errno.EIO)
+        return fault or self._new_descriptor(File(), path, writable=False, transferred=True)
+
+    def _end_sync(self, operation: FileOperation) -> int:
+        entry = self.descriptors[operation.descriptor]
+        if entry.path == ROOT:
+            return 0
+        blamed = _final_path(entry.path) if entry.writable else entry.path
+        fault = self._fault(blamed, errno.EIO, errno.ENOSPC)
+        if not fault and entry.writable:
+            entry.file.synced = True
+        elif not fault:
+            prefix = f"{entry.path}/"
+            self.durable |= {item for item in self.published if item.path.startswith(prefix)}
+        return fault
 
     def _end_close(self, operation: FileOperation) -> int:
         entry = self.descriptors.pop(operation.descriptor)
