@@ -203,6 +203,11 @@ class Reactor:
         self._ring()
         self._thread.join(timeout_s + 2 * ABANDON_TIMEOUT_S)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the thread has ended and no transfer uses memory any more."""
+        return not self._thread.is_alive() and self._engine.in_flight == 0
+
     def _send(self, message: Message) -> None:
         self._mailbox.append(message)
         self._ring()
