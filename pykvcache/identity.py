@@ -71,6 +71,17 @@ class Identity(_Facts):
         return model_directory(root, self.model, self.fingerprint)
 
 
+class TierIdentity(Identity):
+    """Of files that hold rows of vLLM's CPU tier instead of one rank's pages: all ranks' bytes,
+    in an order that vLLM chooses, so that no file can be taken for one of the other kind.
+
+    ``row_layout`` says whose bytes a row of ``row_bytes`` bytes holds.
+    """
+
+    row_bytes: int
+    row_layout: str
+
+
 class RankIdentity(_Facts):
     """What one rank's bytes depend on beyond the server: which layers it holds, in which
     pages. Its fingerprint is the one in the trailers.

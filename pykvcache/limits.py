@@ -41,3 +41,21 @@ def limits_of(config: Config, slots: int) -> Limits:
         quarantine_files_max=config.quarantine_files_max,
         checks_trailers=config.verify != "off",
     )
+
+
+def tier_limits_of(config: Config) -> tuple[Limits, int]:
+    """The limits of a reactor whose payloads lie in memory of someone else, and its slots.
+
+    That memory has budgets of its own, so that the reactor neither reads ahead nor keeps
+    anything. A slot is only what follows the payload in a file: enough for every file that is
+    opened ahead or in flight, in both directions.
+    """
+    limits = Limits(
+        io_depth=config.io_depth,
+        open_lookahead=config.open_lookahead,
+        load_deadline_s=config.load_deadline_s,
+        jobs_max=config.mailbox_jobs,
+        read_bandwidth_max=config.read_bandwidth_max,
+        write_bandwidth_max=config.write_bandwidth_max,
+    )
+    return limits, config.slots_min + 2 * config.open_lookahead
