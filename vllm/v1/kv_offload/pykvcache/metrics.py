@@ -136,7 +136,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 class WorkerMetrics:
     """Collects one rank's figures between two steps."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int | str) -> None:
         self._rank = str(rank)
         self._stats = OffloadingConnectorStats()
         self._gauges: Gauges | None = None
@@ -167,16 +167,19 @@ class WorkerMetrics:
         if gauges != self._gauges:
             before, self._gauges = self._gauges or Gauges(), gauges
             self._count(before, gauges)
-            self._stats.set_gauge(SLOTS, gauges.slots, (self._rank,))
-            self._stats.set_gauge(SLOTS_IN_USE, gauges.slots_in_use, (self._rank,))
-            self._stats.set_gauge(SLOTS_RETAINED, gauges.slots_retained, (self._rank,))
-            self._stats.set_gauge(SLOTS_STAGED, gauges.slots_staged, (self._rank,))
+            self._set_pool(gauges)
             for queue, chunks in gauges.queues.items():
                 self._stats.set_gauge(QUEUE, chunks, (self._rank, queue))
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, OffloadingConnectorStats()
         return stats
+
+    def _set_pool(self, gauges: Gauges) -> None:
+        self._stats.set_gauge(SLOTS, gauges.slots, (self._rank,))
+        self._stats.set_gauge(SLOTS_IN_USE, gauges.slots_in_use, (self._rank,))
+        self._stats.set_gauge(SLOTS_RETAINED, gauges.slots_retained, (self._rank,))
+        self._stats.set_gauge(SLOTS_STAGED, gauges.slots_staged, (self._rank,))
 
     def _count(self, before: Gauges, now: Gauges) -> None:
         """What belongs to no job: all bytes read, and reads ahead that failed."""
@@ -187,6 +190,33 @@ class WorkerMetrics:
             if count > before.preload_failures.get(failure, 0):
                 more = count - before.preload_failures.get(failure, 0)
                 self._stats.increase_counter(FAILURES, more, ("preload", str(failure)))
+
+
+TIER_METRICS = (CHUNKS, FAILURES, DROPPED, FILE_BYTES, SECONDS, STORES_PENDING, HITS, QUEUE)
+
+
+def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Those that mean something for a secondary tier, which has no pool."""
+    definitions = metric_definitions()
+    return {name: definitions[name] for name in TIER_METRICS}
+
+
+class TierMetrics(WorkerMetrics):
+    """The figures of a secondary tier, under the rank ``tier``."""
+
+    def __init__(self) -> None:
+        super().__init__("tier")
+        self._stores_pending: int | None = None
+
+    def take_all(self, gauges: Gauges, stores_pending: int) -> OffloadingConnectorStats | None:
+        """What has changed since the last call; None when nothing has."""
+        if stores_pending != self._stores_pending:
+            self._stores_pending = stores_pending
+            self._stats.set_gauge(STORES_PENDING, stores_pending)
+        return self.take(gauges)
+
+    def _set_pool(self, gauges: Gauges) -> None:
+        """The pool has trailer pages only."""
 
 
 class ManagerMetrics:
