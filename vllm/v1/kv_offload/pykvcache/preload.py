@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey
 
 from pykvcache.scheduler.preload import Candidate, order_preloads
+from vllm.v1.kv_offload.pykvcache.tier_settings import TIER_TYPE
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm.v1.kv_offload.pykvcache.manager import PyKVCacheManager
+    from vllm.v1.kv_offload.pykvcache.tier import PyKVCacheTier
 
 logger = init_logger(__name__)
 
@@ -199,7 +201,9 @@ def first_requests(queue: RequestQueue, count: int) -> list[Request]:
 def lookahead_of(scheduler: OffloadingConnectorScheduler | None) -> int:
     """Waiting requests to look at; 0 for another backend."""
     manager = _manager_of(scheduler)
-    return 0 if manager is None else manager.preloads.lookahead
+    if manager is not None:
+        return manager.preloads.lookahead
+    return max((tier.lookahead for tier in _tiers_of(scheduler)), default=0)
 
 
 def note_candidates(
@@ -208,6 +212,8 @@ def note_candidates(
     requests: Sequence[Request],
 ) -> None:
     """The head of the waiting queue, once a step."""
+    for tier in _tiers_of(scheduler):
+        tier.note_queue([each.request_id for each in requests if _can_run(each)])
     manager = _manager_of(scheduler)
     if scheduler is None or manager is None:
         return
@@ -278,6 +284,24 @@ def note_report(scheduler: OffloadingConnectorScheduler | None, metadata: Any) -
     changes = getattr(metadata, "dram", None)
     if changes:
         manager.note_dram(changes)
+
+
+def _can_run(request: Request) -> bool:
+    """Whether it waits for its turn alone. The others look nothing up, nobody knows for how
+    long, and whoever is behind them is the next one."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status not in (
+        RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+        RequestStatus.WAITING_FOR_STREAMING_REQ,
+    )
+
+
+def _tiers_of(scheduler: OffloadingConnectorScheduler | None) -> list[PyKVCacheTier]:
+    """Those of this backend in vLLM's tiering. The module is not imported for others."""
+    manager = scheduler.manager if scheduler is not None else None
+    tiers = getattr(manager, "secondary_tiers", ())
+    return [tier for tier in tiers if tier.tier_type == TIER_TYPE]
 
 
 def _manager_of(scheduler: OffloadingConnectorScheduler | None) -> PyKVCacheManager | None:

@@ -17,8 +17,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.logger import init_logger
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         OffloadingConnectorStats,
     )
     from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 logger = init_logger(__name__)
@@ -92,7 +93,8 @@ class _Submitted:
     job: Job
     keys: tuple[OffloadKey, ...]
     """All of them; those that had been stored before are not in the job."""
-    dropped: frozenset[bytes]
+    failures: dict[bytes, Failure]
+    """Of chunks that are not in the job either."""
 
 
 class PyKVCacheTier(SecondaryTierManager):
@@ -151,7 +153,15 @@ class PyKVCacheTier(SecondaryTierManager):
                 config=options,
             )
         check_root(options)
-        rows = Rows(primary_kv_view)
+        self._rows = Rows(primary_kv_view)
+        try:
+            self._start_reactor(config)
+        except BaseException:
+            self._rows.release()  # vLLM unmaps them
+            raise
+
+    def _start_reactor(self, config: OffloadingConfig) -> None:
+        options, rows = self._options, self._rows
         identity = tier_identity(config, options, rows.row_bytes)
         server_directory = identity.directory(options.root)
         claim_directory(identity, server_directory, options.root)
@@ -169,7 +179,6 @@ class PyKVCacheTier(SecondaryTierManager):
             if choice.fallback and asked == "auto":
                 logger.warning("KV offloading: %s", choice.why)
         self.directory = directory
-        self._rows = rows
         self._rows_max = rows_for_promotions(len(rows), options.slots_min)
         self._paths = ChunkPaths(directory)
         self._span = BlockSpan(0, config.cache.blocks_per_chunk)
@@ -195,11 +204,7 @@ class PyKVCacheTier(SecondaryTierManager):
             writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
             timeline=Timeline(tracer) if tracer is not None else None,
         )
-        try:
-            self._reactor.start()
-        except BaseException:
-            rows.release()
-            raise
+        self._reactor.start()
         if options.switch_interval_s:
             sys.setswitchinterval(min(sys.getswitchinterval(), options.switch_interval_s))
         logger.info(
@@ -242,29 +247,31 @@ class PyKVCacheTier(SecondaryTierManager):
         keys = tuple(job_metadata.keys)
         needed = self._catalog.begin_store(keys)
         room = max(0, self._rows_max - self._store_rows)
-        dropped = needed[room:]
-        self._catalog.end_store(dropped, stored=False)
-        stored = set(needed[:room])
         self._store_rows += len(keys)
-        self._submit(Direction.STORE, job_metadata, keys, stored, frozenset(dropped))
+        dropped = dict.fromkeys(needed[room:], Failure.DROPPED)
+        self._submit(Direction.STORE, job_metadata, needed[:room], dropped)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Read the chunks into the CPU tier's memory."""
-        keys = tuple(job_metadata.keys)
-        self._submit(Direction.LOAD, job_metadata, keys, set(keys), frozenset())
+        self._submit(Direction.LOAD, job_metadata, job_metadata.keys, {})
 
     def _submit(
         self,
         direction: Direction,
         job_metadata: TransferJob,
-        keys: tuple[OffloadKey, ...],
-        wanted: Collection[bytes],
-        dropped: frozenset[bytes],
+        wanted: Iterable[bytes],
+        failures: dict[bytes, Failure],
     ) -> None:
-        rows = zip(keys, job_metadata.chunk_ids, strict=True)
-        chunks = tuple(self._chunk(key, int(row)) for key, row in rows if key in wanted)
-        job = Job(job_metadata.job_id, direction, chunks)
-        self._jobs[job.job_id] = _Submitted(job, keys, dropped)
+        keys = tuple(job_metadata.keys)
+        rows = dict(zip(keys, map(int, job_metadata.chunk_ids), strict=True))
+        chunks = []
+        for key in map(OffloadKey, wanted):
+            if 0 <= rows[key] < len(self._rows):
+                chunks.append(self._chunk(key, rows[key]))
+            else:
+                failures[key] = Failure.IO_ERROR
+        job = Job(job_metadata.job_id, direction, tuple(chunks))
+        self._jobs[job.job_id] = _Submitted(job, keys, failures)
         self.promotions.rows_busy += len(keys)
         self._trace.submit(job)
         self._reactor.submit(job)
@@ -290,37 +297,41 @@ class PyKVCacheTier(SecondaryTierManager):
         return finished
 
     def _collect(self) -> None:
-        for result in self._reactor.take_results():
-            submitted = self._jobs.pop(result.job_id)
+        for partly in self._reactor.take_results():
+            submitted = self._jobs.pop(partly.job_id)
+            result = _whole(submitted, partly)
             self.promotions.rows_busy -= len(submitted.keys)
-            self._trace.end(result)
-            self._metrics.record([_complete(submitted, result)])
-            failed = {**result.failures, **dict.fromkeys(submitted.dropped, Failure.DROPPED)}
+            self._trace.end(partly)
+            self._metrics.record([result])
+            done = tuple(key for key in submitted.keys if key not in result.failures)
             if result.direction is Direction.STORE:
-                self._end_store(submitted, result)
-            elif failed:
+                self._end_store(submitted, done, result.failures)
+            else:
                 self._catalog.mark_failed(result.failures)
-            if failed:
-                _log_failures(submitted, failed)
-            done = tuple(key for key in submitted.keys if key not in failed)
-            if self._events is not None and result.direction is Direction.STORE and done:
-                self._events.append(OffloadingEvent(list(done), self.medium, False, self.locality))
+            if result.failures:
+                _log_failures(submitted, result.failures)
             self._finished.append(
                 TierJobResult(
                     job_id=result.job_id,
-                    success=not failed,
-                    successful_keys=done if failed and done else None,
+                    success=result.success,
+                    successful_keys=None if result.success else done,
                     transfer_time=result.seconds,
                     transfer_bytes=result.copied_bytes,
                 )
             )
 
-    def _end_store(self, submitted: _Submitted, result: JobResult) -> None:
+    def _end_store(
+        self,
+        submitted: _Submitted,
+        done: tuple[OffloadKey, ...],
+        failures: Mapping[bytes, Failure],
+    ) -> None:
         self._store_rows -= len(submitted.keys)
-        keys = [chunk.key for chunk in submitted.job.chunks]
-        stored = [key for key in keys if key not in result.failures]
-        self._catalog.end_store(stored, stored=True)
-        self._catalog.end_store(result.failures, stored=False)
+        written = [chunk.key for chunk in submitted.job.chunks if chunk.key not in failures]
+        self._catalog.end_store(written, stored=True)
+        self._catalog.end_store(failures, stored=False)
+        if self._events is not None and done:
+            self._events.append(OffloadingEvent(list(done), self.medium, False, self.locality))
 
     def drain_jobs(self) -> None:
         """Return when no transfer uses the CPU tier's memory; vLLM empties it then."""
@@ -398,24 +409,18 @@ def _promotion_limits(options: Config, rows_max: int, row_bytes: int) -> Promoti
     )
 
 
-def _complete(submitted: _Submitted, result: JobResult) -> JobResult:
+def _whole(submitted: _Submitted, result: JobResult) -> JobResult:
     """The result with the chunks that were not handed to the reactor."""
     left_out = len(submitted.keys) - len(submitted.job.chunks)
-    failures = {**result.failures, **dict.fromkeys(submitted.dropped, Failure.DROPPED)}
-    return JobResult(
-        job_id=result.job_id,
-        direction=result.direction,
-        seconds=result.seconds,
-        copied_bytes=result.copied_bytes,
-        file_bytes=result.file_bytes,
+    return replace(
+        result,
         chunks=len(submitted.keys),
-        present=result.present + left_out - len(submitted.dropped),
-        dram=result.dram,
-        failures=failures,
+        present=result.present + left_out - len(submitted.failures),
+        failures={**result.failures, **submitted.failures},
     )
 
 
-def _log_failures(submitted: _Submitted, failed: dict[bytes, Failure]) -> None:
+def _log_failures(submitted: _Submitted, failed: Mapping[bytes, Failure]) -> None:
     reasons = sorted({str(failure) for failure in failed.values()})
     log = logger.debug if reasons == [str(Failure.DROPPED)] else logger.warning
     log(

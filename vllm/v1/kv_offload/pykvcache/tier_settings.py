@@ -36,6 +36,7 @@ TIER_KEYS = frozenset({"locality", "enable_kv_events"})
 OTHERS_KEYS = {
     "tokens_per_chunk": "set vLLM's 'block_size' or 'blocks_per_chunk' beside 'secondary_tiers'",
     "dram_policy": "set vLLM's 'eviction_policy' beside 'secondary_tiers'; memory is its CPU tier",
+    "preload_depth": "set 'preload_slots_max' or 'preload_bytes_max'; what is given memory is read",
     "flush_timeout_s": "a tier does not see the blocks of the GPU",
     "idle_wait_s": "a tier does not see vLLM's steps",
 }
