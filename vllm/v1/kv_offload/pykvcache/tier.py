@@ -381,7 +381,13 @@ class PyKVCacheTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Finish stores within ``shutdown_timeout_s`` and let go of the CPU tier's memory,
         unless a transfer that never returns may still use it. Idempotent."""
-        self._reactor.stop(self._options.shutdown_timeout_s)
+        deadline = time.monotonic() + self._options.shutdown_timeout_s
+        self._collect()
+        while self._store_rows and (left_s := deadline - time.monotonic()) > 0:
+            self._reactor.await_result(left_s)
+            self._collect()
+        self._reactor.stop(max(0.0, deadline - time.monotonic()))
+        self._collect()
         self._trace.close()
         if self._reactor.is_quiet:
             self._rows.release()
