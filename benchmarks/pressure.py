@@ -10,8 +10,9 @@ first one that is decided runs: its hit is loaded, a few new chunks are stored. 
 again at the end of the queue until it has had its turns. The GPU has room for one request and
 remembers nothing.
 
-A contender is vLLM's manager and what moves the chunks: ours, and vLLM's
-``TieringOffloadingManager`` with its ``fs`` tier. Both see the same requests and steps.
+A contender is vLLM's manager and what moves the chunks: ours, vLLM's
+``TieringOffloadingManager`` with its ``fs`` tier, and the same with this backend's tier. They all
+see the same requests and steps.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def _table(report: dict[str, dict[str, float]]) -> Table:
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Where the report goes.")] = None,
     directory: Annotated[Path, typer.Option(help="On the drive to use.")] = Path("build/bench"),
-    only: Annotated[list[str] | None, typer.Option(help="ours, native")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="ours, native, tier")] = None,
 ) -> None:
     """Compare what a full queue makes each backend read."""
     from benchmarks.pressure_contenders import CONTENDERS

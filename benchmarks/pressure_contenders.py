@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two backends of :mod:`benchmarks.pressure`."""
+"""The contenders of :mod:`benchmarks.pressure`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,22 @@ from pykvcache.scheduler.preload import Candidate, order_preloads
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Job
 from vllm.v1.kv_offload.pykvcache.manager import PyKVCacheManager
 from vllm.v1.kv_offload.pykvcache.preload import CHUNKS_MAX
+from vllm.v1.kv_offload.pykvcache.tier import PyKVCacheTier
+from vllm.v1.kv_offload.pykvcache.tier_settings import FACTS_KEY
 
 _FINGERPRINT = bytes(32)
 _POLL_S = 0.001
+_WRITTEN_AT_ONCE = 8
+"""Chunks; a fraction of the CPU tier."""
+_FACTS = {
+    "engine": "benchmark",
+    "device": "cpu",
+    "model": "model",
+    "revision": "",
+    "weights": "",
+    "hash_algorithm": "",
+    "hash_seed": "",
+}
 
 
 def ready_prefix(
@@ -164,13 +177,20 @@ class CountingTier(FileSystemTierManager):
         super().submit_load(job_metadata)
 
 
-class Native:
-    """vLLM's manager of tiers over a CPU tier of the pool's size."""
+class Tiering:
+    """vLLM's manager of tiers over a CPU tier of the pool's size, with one tier below it."""
 
-    def __init__(self, shape: Shape, manager: TieringOffloadingManager, tier: CountingTier) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        manager: TieringOffloadingManager,
+        bytes_read: Callable[[], int],
+        note_queue: Callable[[Sequence[str]], object] = lambda req_ids: None,
+    ) -> None:
         self._shape = shape
         self._manager = manager
-        self._tier = tier
+        self._bytes_read = bytes_read
+        self._note_queue = note_queue
         self._contexts: dict[str, ReqContext] = {}
 
     def arrive(self, request: Request) -> None:
@@ -179,7 +199,8 @@ class Native:
         self._manager.on_new_request(context)
 
     def show(self, waiting: Sequence[Request]) -> None:
-        """It learns of waiting requests by their look-ups."""
+        """vLLM's own tiers learn of waiting requests by their look-ups alone."""
+        self._note_queue([request.req_id for request in waiting])
 
     def look_up(self, request: Request) -> int | None:
         return ready_prefix(self._manager, request.prefix, self._contexts[request.req_id])
@@ -203,7 +224,7 @@ class Native:
 
     @property
     def bytes_read(self) -> int:
-        return self._tier.bytes_read
+        return self._bytes_read()
 
 
 @contextmanager
@@ -213,6 +234,57 @@ def native(shape: Shape, directory: Path) -> Iterator[Contender]:
     for number in range(shape.requests):
         writer.write(number)
     writer.close()
+    with primary_tier(shape) as primary:
+        fs_tier = CountingTier(
+            tier_spec(shape.chunk_bytes),
+            primary.get_kv_memoryview(),
+            "fs",
+            root_dir=str(directory),
+        )
+        manager = TieringOffloadingManager(primary, [fs_tier])
+        with finished(manager):
+            yield Tiering(shape, manager, lambda: fs_tier.bytes_read)
+
+
+@contextmanager
+def tier(shape: Shape, directory: Path) -> Iterator[Contender]:
+    """vLLM's tiering with this backend's tier instead of ``fs``; the prefixes are on disk."""
+    spec = tier_spec(shape.chunk_bytes)
+    spec.config.extra_config[FACTS_KEY] = _FACTS
+    with primary_tier(shape) as primary:
+        own_tier = PyKVCacheTier(
+            spec, primary.get_kv_memoryview(), "pykvcache", root=str(directory)
+        )
+        manager = TieringOffloadingManager(primary, [own_tier])
+        with finished(manager):
+            for request in make_requests(shape):
+                _store_prefix(manager, request)
+            manager.reset_cache()
+            yield Tiering(
+                shape,
+                manager,
+                lambda: own_tier.bytes_read,
+                lambda req_ids: own_tier.note_queue(req_ids[: own_tier.lookahead]),
+            )
+
+
+def _store_prefix(manager: TieringOffloadingManager, request: Request) -> None:
+    """Have the files of a prefix written, as much at once as the tier takes."""
+    context = ReqContext(f"{request.number}-writes")
+    manager.on_new_request(context)
+    keys = [OffloadKey(key) for key in request.prefix]
+    for at in range(0, len(keys), _WRITTEN_AT_ONCE):
+        planned = manager.prepare_store(keys[at : at + _WRITTEN_AT_ONCE], context)
+        if planned is None:
+            raise OSError("the CPU tier has no room for chunks to write")
+        manager.complete_store(planned.keys_to_store, context)
+        _finish(manager)
+    manager.on_request_finished(context)
+
+
+@contextmanager
+def primary_tier(shape: Shape) -> Iterator[CPUPrimaryTierOffloadingManager]:
+    """A CPU tier of the pool's size."""
     region = SharedOffloadRegion(
         engine_id=f"pykvcache-benchmark-{os.getpid()}-{secrets.token_hex(4)}",
         num_chunks=shape.pool,
@@ -221,26 +293,29 @@ def native(shape: Shape, directory: Path) -> Iterator[Contender]:
         cpu_page_size=shape.chunk_bytes,
     )
     try:
-        primary = CPUPrimaryTierOffloadingManager(num_chunks=shape.pool, mmap_region=region)
-        tier = CountingTier(
-            tier_spec(shape.chunk_bytes),
-            primary.get_kv_memoryview(),
-            "fs",
-            root_dir=str(directory),
-        )
-        manager = TieringOffloadingManager(primary, [tier])
-        try:
-            yield Native(shape, manager, tier)
-        finally:
-            while manager.has_pending_work():  # its memory must not go under its threads
-                manager.on_schedule_end(ScheduleEndContext([], []))
-                pause(_POLL_S)
-            manager.shutdown()
+        yield CPUPrimaryTierOffloadingManager(num_chunks=shape.pool, mmap_region=region)
     finally:
         Path(region.mmap_path).unlink(missing_ok=True)
+
+
+@contextmanager
+def finished(manager: TieringOffloadingManager) -> Iterator[None]:
+    """Shut the manager down at the end; its memory must not go under its transfers."""
+    try:
+        yield
+    finally:
+        _finish(manager)
+        manager.shutdown()
+
+
+def _finish(manager: TieringOffloadingManager) -> None:
+    while manager.has_pending_work():
+        manager.on_schedule_end(ScheduleEndContext([], []))
+        pause(_POLL_S)
 
 
 CONTENDERS: dict[str, Callable[[Shape, Path], AbstractContextManager[Contender]]] = {
     "ours": ours,
     "native": native,
+    "tier": tier,
 }

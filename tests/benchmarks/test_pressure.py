@@ -98,3 +98,15 @@ def test_native_tiering_plays_the_trace_to_its_end(tmp_path: Path) -> None:
         outcome = play(contender, SMALL, pause)
     assert outcome.runs == SMALL.requests * SMALL.turns
     assert outcome.bytes_read > 0
+
+
+def test_the_tier_recomputes_nothing_and_reads_each_chunk_at_most_once_a_turn(
+    tmp_path: Path,
+) -> None:
+    with CONTENDERS["tier"](SMALL, tmp_path) as contender:
+        outcome = play(contender, SMALL, pause)
+    assert outcome.recomputed == []
+    assert outcome.runs == SMALL.requests * SMALL.turns
+    loads = outcome.runs * SMALL.prefix
+    assert outcome.bytes_read <= loads * (SMALL.chunk_bytes + 4096)
+    assert outcome.bytes_read >= SMALL.requests * SMALL.prefix * SMALL.chunk_bytes

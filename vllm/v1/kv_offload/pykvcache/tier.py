@@ -238,6 +238,11 @@ class PyKVCacheTier(SecondaryTierManager):
         """Requests of the queue that the tier wants to know of; at least the next one."""
         return max(1, self._options.preload_lookahead)
 
+    @property
+    def bytes_read(self) -> int:
+        """From files, since the start."""
+        return self._reactor.gauges.bytes_read
+
     # --- jobs
 
     def submit_store(self, job_metadata: TransferJob) -> None:
