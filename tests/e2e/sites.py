@@ -36,6 +36,9 @@ LOGPROB_TOLERANCE = 1e-4
 adds float32 numbers in another order."""
 
 
+HERE = Path(__file__).parent
+
+
 class Site:
     """A root that servers share, and a log for each."""
 
@@ -58,15 +61,32 @@ class Site:
         arguments = [
             "--kv-offloading-backend=pykvcache",
             f"--kv-transfer-config={json.dumps(extra)}",
-            "--dtype=float32",
-            f"--max-model-len={MODEL_TOKENS_MAX}",
             *args,
         ]
         if pool_gib is not None:
             arguments.append(f"--kv-offloading-size={pool_gib}")
-        environment = {"VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB), **(env or {})}
+        return self._server(name, arguments, env or {})
+
+    def _server(self, name: str, args: Sequence[str], env: Mapping[str, str]) -> Server:
+        arguments = ["--dtype=float32", f"--max-model-len={MODEL_TOKENS_MAX}", *args]
+        environment = {"VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB), **env}
         log = self.directory / "logs" / f"{name}.log"
         return Server(ServerOptions(self.model, log, arguments, environment))
+
+    def install_plugin(self, *modules: Path) -> Path:
+        """A directory that looks like an installed distribution with one vLLM plugin: the
+        `register` of the first module. On PYTHONPATH, vLLM calls it in every process."""
+        place = self.directory / "plugin"
+        name = modules[0].stem
+        metadata = place / f"{name}-1.dist-info"
+        metadata.mkdir(parents=True, exist_ok=True)
+        for module in modules:
+            shutil.copy(module, place)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (metadata / "entry_points.txt").write_text(
+            f"[vllm.general_plugins]\n{name} = {name}:register\n"
+        )
+        return place
 
 
 class FaultySite(Site):
@@ -97,24 +117,10 @@ class FaultySite(Site):
             args=[f"--block-size={self.TOKENS_PER_BLOCK}"],
             env={
                 "VLLM_SERVER_DEV_MODE": "1",
-                "PYTHONPATH": str(self._install_plugin()),
+                "PYTHONPATH": str(self.install_plugin(HERE / "fault_plugin.py")),
                 "PYKVCACHE_FAULT_ORDER": str(self._order),
             },
         )
-
-    def _install_plugin(self) -> Path:
-        """A directory that looks like an installed distribution with one vLLM plugin."""
-        place = self.directory / "plugin"
-        metadata = place / "pykvcache_fault_plugin-1.dist-info"
-        metadata.mkdir(parents=True)
-        shutil.copy(Path(__file__).with_name("fault_plugin.py"), place)
-        (metadata / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: pykvcache-fault-plugin\nVersion: 1\n"
-        )
-        (metadata / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\npykvcache_faults = fault_plugin:register\n"
-        )
-        return place
 
     def order(self, damage: str, position: int) -> None:
         """Have the file at `position` of the next load damaged, before the load is planned."""
@@ -126,6 +132,34 @@ class FaultySite(Site):
     def struck(self) -> bool:
         """Whether the last order has been carried out."""
         return not self._order.exists()
+
+
+class TieringSite(Site):
+    """A site whose servers use vLLM's own tiering, with this backend below its CPU tier.
+
+    vLLM's CPU tier wants a GPU on its other side. `tiering_plugin` has it take the CPU's memory
+    for one; everything else is vLLM's and this backend's as they are.
+    """
+
+    TOKENS_PER_CHUNK = 256
+
+    def tiering_server(self, name: str, *, cpu_tier_bytes: int, **options: Any) -> Server:
+        """A server of this site; `options` are the tier's own."""
+        transfer = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": cpu_tier_bytes,
+                "block_size": self.TOKENS_PER_CHUNK,
+                "secondary_tiers": [{"type": "pykvcache", "root": str(self.root), **options}],
+            },
+        }
+        shim = HERE.parent / "conformance" / "cpu_shim.py"
+        plugin = self.install_plugin(HERE / "tiering_plugin.py", shim)
+        return self._server(
+            name, [f"--kv-transfer-config={json.dumps(transfer)}"], {"PYTHONPATH": str(plugin)}
+        )
 
 
 @dataclass(frozen=True)
