@@ -2,6 +2,7 @@
 """vLLM's own tests of KV offloading on patched and unpatched vLLM, compared test by test.
 
     python scripts/conformance.py                     everything, about half an hour on two cores
+    python scripts/conformance.py --tier            vLLM's tests of its tiers, on this backend's
     python scripts/conformance.py --only PATH         a folder, file or test id; may be repeated
     python scripts/conformance.py --pristine FOLDER   a site folder that holds an unpatched vLLM
     python scripts/conformance.py --patched FOLDER    one that holds a patched vLLM
@@ -13,7 +14,8 @@ come from the pinned source distribution, of which only `tests/` is unpacked: ru
 
 Exit status: 0 when every test has the same outcome in both, 1 when one differs after `--retries`
 runs of the tests that differ (some of them race with a clock), 2 when no comparison was possible.
-All results, test by test, are in `build/conformance/`.
+With `--tier` nothing is compared: 0 when every test passes. All results, test by test, are in
+`build/conformance/`.
 """
 
 from __future__ import annotations
@@ -71,6 +73,12 @@ TEST_TOOLS = {"tblib": "tblib"}
 
 SUITES = ("tests/v1/kv_offload", "tests/v1/kv_connector/unit/offloading_connector")
 
+TIER_SUITES = (
+    "tests/v1/kv_offload/tiering/test_fs_tier.py",
+    "tests/v1/kv_offload/tiering/test_tiering_offloading.py::TestTieringOffloadingManager",
+)
+"""Those that make tiers and use them; `tests/conformance/tier_swap.py` says what is left out."""
+
 OVERLAY = Path("vllm/v1/kv_offload/pykvcache")
 
 MODEL_CONFIG = {
@@ -115,6 +123,7 @@ class Tree:
 
     name: str
     path: tuple[Path, ...]
+    plugins: tuple[str, ...] = ("cpu_shim",)
 
 
 Outcomes = Mapping[str, str]
@@ -126,6 +135,9 @@ def main(
         list[str] | None,
         typer.Option(help="Folder, file or test id to run, from tests/ on. Default: all."),
     ] = None,
+    tier: Annotated[
+        bool, typer.Option("--tier", help="Run the tests of vLLM's tiers on this backend's.")
+    ] = False,
     pristine: Annotated[
         Path | None,
         typer.Option(help="Site folder with an unpatched vllm/. Default: made from the wheel."),
@@ -149,6 +161,9 @@ def main(
         work.mkdir(parents=True, exist_ok=True)
         run_folder = ensure_tests(work, sdist)
         tools = ensure_test_tools(work)
+        if tier:
+            passed = check_own_tier(patched, tools, only or TIER_SUITES, run_folder, work)
+            raise typer.Exit(0 if passed else 1)
         unpatched = Tree("unpatched", (pristine or ensure_pristine(work), tools))
         changed = Tree("patched", (patched, tools) if patched else (tools,))
         check_tree(unpatched, has_overlay=False)
@@ -158,6 +173,27 @@ def main(
         console.print(f"[red]conformance:[/] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if same else 1)
+
+
+def check_own_tier(
+    patched: Path | None, tools: Path, selection: Sequence[str], run_folder: Path, work: Path
+) -> bool:
+    """Whether this backend's tier passes vLLM's tests of its own.
+
+    Raises:
+        ConformanceError: a run broke off.
+    """
+    path = (patched, tools) if patched else (tools,)
+    tree = Tree("tier", path, ("cpu_shim", "tier_swap"))
+    check_tree(tree, has_overlay=True)
+    outcomes = run_tests(tree, selection, run_folder, work)
+    counts = Counter(outcomes.values())
+    out = Console()
+    for test, outcome in sorted(outcomes.items()):
+        if outcome in ("failed", "error"):
+            out.print(f"{outcome}: {test}", soft_wrap=True, markup=False)
+    out.print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    return not counts["failed"] and not counts["error"]
 
 
 def compare(
@@ -389,7 +425,8 @@ def run_tests(
     results = work / f"{tree.name}{label}.xml"
     log = work / f"{tree.name}{label}.log"
     results.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "cpu_shim", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    command += [argument for plugin in tree.plugins for argument in ("-p", plugin)]
     command += ["-c", "pytest.ini", "--rootdir", ".", "-o", "junit_family=xunit1"]
     command += [f"--junitxml={results}", *selection]
     status = follow(command, environment_of(tree), folder, log, f"{tree.name}{label}")
