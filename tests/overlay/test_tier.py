@@ -43,6 +43,9 @@ RETRY, PENDING = LookupResult.RETRY, LookupResult.HIT_PENDING
 PROMOTED_MAX = 6
 """Of eight rows a quarter is kept from promotions."""
 
+BAD = 1 << 60
+"""Its file is in another directory than those of small numbers."""
+
 
 def content(key: OffloadKey) -> bytes:
     return (key * ROW_BYTES)[:ROW_BYTES]
@@ -169,6 +172,23 @@ def test_a_bad_file_is_a_miss(root: Path, damage: str) -> None:
     with tiering(root) as server:
         server.arrive("reader")
         assert server.fetch("reader", keys) == [MISS, HIT]
+    assert set(files(root)) == {keys[1].hex()}, "it would stay a miss for ever"
+
+
+def test_a_store_that_fails_is_a_miss_and_no_event(root: Path) -> None:
+    spec = tier_spec(events=True)
+    with tiering(root, spec=spec, enable_kv_events=True) as server:
+        bad, good = key_of(BAD), key_of(2)
+        place = Path(server.tier._paths.final(bad)).parent
+        assert place != Path(server.tier._paths.final(good)).parent
+        place.touch()  # where its directory would be
+        server.arrive("writer")
+        server.store("writer", contents(BAD, 2))
+        server.step("writer")
+        (event,) = server.tier.take_events()
+        assert event.keys == [good]
+        server.manager.reset_cache()
+        assert server.fetch("writer", [bad, good]) == [MISS, HIT]
 
 
 def test_a_row_that_does_not_exist_fails_its_chunk_alone(server: Tiering) -> None:

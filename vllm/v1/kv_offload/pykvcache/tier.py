@@ -319,7 +319,7 @@ class PyKVCacheTier(SecondaryTierManager):
                 TierJobResult(
                     job_id=result.job_id,
                     success=result.success,
-                    successful_keys=None if result.success else done,
+                    successful_keys=None if result.success else done or None,
                     transfer_time=result.seconds,
                     transfer_bytes=result.copied_bytes,
                 )
