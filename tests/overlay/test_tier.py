@@ -7,13 +7,17 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.pykvcache.tier", reason="needs the patched vLLM")
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from pykvcache.errors import ConfigError
 from pykvcache.layout import PAGE
@@ -28,6 +32,7 @@ from tests.overlay.small_tiering import (
     tier_spec,
     tiering,
 )
+from vllm.v1.kv_offload.pykvcache import preload
 from vllm.v1.kv_offload.pykvcache.metrics import (
     CHUNKS,
     DROPPED,
@@ -240,6 +245,30 @@ def test_the_queue_decides_who_is_promoted(root: Path) -> None:
         server.step()
         assert server.look_up("second", second) == [HIT] * 3
         assert server.look_up("first", first) == [PENDING] * 3, "there is room for both"
+
+
+def test_the_hooks_show_the_tier_who_waits_for_its_turn_alone(root: Path) -> None:
+    keys = store(root, 1, 2)
+    with tiering(root, preload_lookahead=3) as server:
+        scheduler: Any = SimpleNamespace(manager=server.manager)
+        assert preload.lookahead_of(scheduler) == 3
+        waiting: Any = [
+            SimpleNamespace(request_id="held up", status=RequestStatus.WAITING_FOR_STREAMING_REQ),
+            SimpleNamespace(request_id="second", status=RequestStatus.WAITING),
+            SimpleNamespace(request_id="first", status=RequestStatus.PREEMPTED),
+        ]
+        preload.note_candidates(scheduler, None, waiting)
+        server.arrive("first", "second")
+        assert server.look_up("first", keys[:1]) == [RETRY]
+        assert server.look_up("second", keys[1:]) == [PENDING]
+        server.step()
+
+
+def test_the_hooks_leave_other_tiers_alone(server: Tiering) -> None:
+    manager = TieringOffloadingManager(server.manager.primary_tier, [])
+    scheduler: Any = SimpleNamespace(manager=manager)
+    assert preload.lookahead_of(scheduler) == 0
+    preload.note_candidates(scheduler, None, [])
 
 
 def test_a_request_for_which_there_is_no_room_waits_and_loses_nothing(root: Path) -> None:
