@@ -260,6 +260,8 @@ def tier(shape: Shape, directory: Path) -> Iterator[Contender]:
             for request in make_requests(shape):
                 _store_prefix(manager, request)
             manager.reset_cache()
+            if hasattr(manager, "on_reset_flushed"):  # since 0.33.0
+                manager.on_reset_flushed()
             yield Tiering(
                 shape,
                 manager,

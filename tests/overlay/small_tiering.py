@@ -147,6 +147,12 @@ class Tiering:
         self.manager.on_schedule_end(ScheduleEndContext(list(started), ()))
         self.settle()
 
+    def reset(self) -> None:
+        """Reset, with no worker that still writes into the CPU tier."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # since 0.33.0
+            self.manager.on_reset_flushed()
+
     def settle(self) -> None:
         """Return when no transfer is in flight."""
         while self.tier._jobs:

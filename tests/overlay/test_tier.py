@@ -192,7 +192,7 @@ def test_a_store_that_fails_is_a_miss_and_no_event(root: Path) -> None:
         server.step("writer")
         (event,) = server.tier.take_events()
         assert event.keys == [good]
-        server.manager.reset_cache()
+        server.reset()
         assert server.fetch("writer", [bad, good]) == [MISS, HIT]
 
 
@@ -324,7 +324,7 @@ def test_reading_ahead_can_be_turned_off(root: Path) -> None:
 def test_a_reset_waits_for_transfers_and_keeps_files(root: Path, server: Tiering) -> None:
     server.arrive("writer")
     server.store("writer", contents(1, 2))
-    server.manager.reset_cache()
+    server.reset()
     assert not server.tier._jobs
     assert server.tier.promotions.rows_busy == 0
     assert len(files(root)) == 2
@@ -336,7 +336,7 @@ def test_a_reset_forgets_promotions_that_were_not_submitted(root: Path) -> None:
     with tiering(root) as server:
         server.arrive("reader")
         assert server.look_up("reader", keys) == [PENDING] * 2
-        server.manager.reset_cache()
+        server.reset()
         assert server.tier.promotions.rows_held == 0
         assert server.fetch("reader", keys) == [HIT] * 2
 
