@@ -202,6 +202,7 @@ class PyKVCacheTier(SecondaryTierManager):
             NoCopier(),
             fingerprint=rank_identity.fingerprint,
             writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
+            rows=rows,
             timeline=Timeline(tracer) if tracer is not None else None,
         )
         self._reactor.start()
