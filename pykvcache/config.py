@@ -215,6 +215,24 @@ class Config(BaseModel):
         description="Seconds after which a load that has not ended is recomputed instead.",
         json_schema_extra={"environment": True},
     )
+    pause_after_faults: int = Field(
+        default=8,
+        ge=0,
+        description="Faults of the disk in a row (or one load's deadline with no transfer before "
+        "it) after which it is left alone: loads and stores fail at once, and requests are "
+        "computed. 0: never.",
+    )
+    pause_s: float = Field(
+        default=1.0,
+        gt=0,
+        description="Seconds until the disk is tried again with one job; doubled each time it "
+        "fails, up to pause_max_s.",
+    )
+    pause_max_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="The longest of these pauses: a disk that works again is used after this.",
+    )
     shutdown_timeout_s: float = Field(
         default=10.0,
         ge=0,

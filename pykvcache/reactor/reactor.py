@@ -72,6 +72,8 @@ class Gauges:
     """From files, since the start."""
     preload_failures: Mapping[Failure, int] = field(default_factory=dict)
     """Since the start."""
+    is_paused: bool = False
+    """Whether the disk is left alone because it does not work."""
 
 
 class Reactor:
@@ -320,6 +322,7 @@ class Reactor:
             queues=self._core.queue_lengths(),
             bytes_read=self._core.bytes_read,
             preload_failures=dict(self._core.preload_failures),
+            is_paused=self._core.is_paused,
         )
         self._dram_changes.put(self._core.take_dram_changes())
         results = self._core.take_results()

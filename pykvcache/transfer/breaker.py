@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves a disk alone that does not work: a circuit breaker.
 
-*Closed*, everything goes through. When so many chunks in a row end with a fault of the disk,
-it *opens*: loads and stores fail at once, so that requests are computed without waiting. After a
-pause it is *half open*: one job goes through, and how it ends closes or opens it again,
-then for twice as long.
+*Closed*, everything goes through. When so many operations in a row end with a fault of the disk,
+or a load meets its deadline and no transfer has succeeded since it came, the breaker *opens*: loads
+and stores fail at once, so that requests are computed without waiting. After a pause it is *half
+open*: one job goes through, a store where there is one, for which nobody waits. How it ends closes
+the breaker or opens it again, then for twice as long.
 
 The pattern is Nygard's ("Release It!", 2007, chapter 5).
 """
@@ -12,18 +13,18 @@ The pattern is Nygard's ("Release It!", 2007, chapter 5).
 from __future__ import annotations
 
 import enum
+import math
 
 from pykvcache.transfer.jobs import Failure
 
-FAULTS = frozenset((Failure.IO_ERROR, Failure.PERMISSION, Failure.NO_DESCRIPTORS, Failure.DEADLINE))
+FAULTS = frozenset((Failure.IO_ERROR, Failure.PERMISSION, Failure.NO_DESCRIPTORS))
 """A disk that works does not answer so, however full or empty it is."""
 
-ANSWERS = frozenset(
-    (Failure.NOT_FOUND, Failure.NO_SPACE, Failure.SHORT_TRANSFER, Failure.WRONG_CONTENT)
-)
-"""What a disk that works may say."""
-
 PAUSE_FACTOR = 2.0
+
+LOAD_PAUSES = 4.0
+"""So many pauses after a fault a load is the trial, if no store has been: a disk that does not
+answer costs its request a deadline."""
 
 
 class Position(enum.Enum):
@@ -47,61 +48,74 @@ class Breaker:
         self._pause_max_s = pause_max_s
         self._next_pause_s = pause_s
         self._faults = 0
-        self._until = 0.0
+        self._succeeded_at = -math.inf
+        self._tried_at = 0.0
+        self._is_new = False
         self.position = Position.CLOSED
-        self.openings = 0
-        """Since the start, from closed."""
 
     @property
     def is_paused(self) -> bool:
         """Whether the disk is not known to work."""
         return self.position is not Position.CLOSED
 
-    def admits(self, now: float) -> bool:
+    def admits(self, now: float, *, is_load: bool) -> bool:
         """Whether a job may use the disk; the first one after a pause is the trial.
 
-        A trial that says nothing of the disk, as it was dropped or found all in memory, is
-        followed by another after the same pause.
+        A trial of which nothing is heard is followed by another after the pause, which then
+        doubles.
         """
         if self.position is Position.CLOSED:
             return True
-        if now < self._until:
+        pause_s = self._next_pause_s * (LOAD_PAUSES if is_load else 1.0)
+        if now < self._tried_at + pause_s:
             return False
+        if self.position is Position.HALF_OPEN:
+            self._lengthen()
         self.position = Position.HALF_OPEN
-        self._until = now + self._next_pause_s
+        self._tried_at = now
         return True
 
-    def note(self, failure: Failure | None, now: float) -> bool:
-        """A chunk that used the disk has ended.
+    def take_opening(self) -> bool:
+        """Whether it has opened from closed since the last call, and is open still."""
+        is_new, self._is_new = self._is_new, False
+        return is_new
 
-        Args:
-            failure: None if it was transferred.
-            now: when.
+    def succeed(self, now: float) -> None:
+        """A read or a write has succeeded."""
+        self._succeeded_at = now
+        self._close()
 
-        Returns:
-            Whether the breaker has opened just now.
-        """
-        if failure in FAULTS:
-            return self._note_fault(now)
-        if failure is None:
-            self._close()
-        elif failure in ANSWERS and self.position is Position.HALF_OPEN:
-            self._close()
-        return False
-
-    def _note_fault(self, now: float) -> bool:
+    def fail(self, failure: Failure, now: float) -> None:
+        """An operation has failed. What a disk that works may say as well (no such file, no space)
+        ends a row of faults only when it answers a trial."""
+        if failure not in FAULTS:
+            if self.position is Position.HALF_OPEN:
+                self._close()
+            return
         self._faults += 1
         if self.position is Position.HALF_OPEN:
-            self._next_pause_s = min(self._next_pause_s * PAUSE_FACTOR, self._pause_max_s)
-        elif self.position is Position.OPEN or not 0 < self._faults_max <= self._faults:
-            return False
-        else:
-            self.openings += 1
-        self.position = Position.OPEN
-        self._until = now + self._next_pause_s
-        return True
+            self._lengthen()
+            self.position = Position.OPEN
+            self._tried_at = now
+        elif self._faults >= self._faults_max:
+            self._open(now)
+
+    def miss_deadline(self, submitted_at: float, now: float) -> None:
+        """A load has met its deadline."""
+        if self._succeeded_at < submitted_at:
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        if self.position is Position.CLOSED and self._faults_max:
+            self.position = Position.OPEN
+            self._tried_at = now
+            self._is_new = True
+
+    def _lengthen(self) -> None:
+        self._next_pause_s = min(self._next_pause_s * PAUSE_FACTOR, self._pause_max_s)
 
     def _close(self) -> None:
         self._faults = 0
         self._next_pause_s = self._pause_s
+        self._is_new = False
         self.position = Position.CLOSED

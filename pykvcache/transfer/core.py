@@ -11,6 +11,7 @@ The rules are those of the paper's section 6.4:
   is written. Stores never hold the last ``io_depth`` slots, so a load finds one;
 * what has been read is compared with its checksum before anyone may have it, unless
   ``check_every`` passes it over; what is written has been completed with its own;
+* a disk that does not work is left alone for a while (:mod:`pykvcache.transfer.breaker`);
 * what has been read stays in DRAM while there is room (:mod:`pykvcache.transfer.dram`);
 * ready reads come before new loads, those before stores, and these before reading ahead
   (:mod:`pykvcache.transfer.preloads`). When the engine is about
@@ -23,6 +24,7 @@ it completes, not before.
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +33,12 @@ from typing import Literal
 from pykvcache.errors import InvariantError
 from pykvcache.pool import SlotLedger
 from pykvcache.transfer.bandwidth import Bandwidth
+from pykvcache.transfer.breaker import Breaker
 from pykvcache.transfer.dram import Dram
 from pykvcache.transfer.issue import Budget, Issued, Operation
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
-from pykvcache.transfer.operations import Completion
+from pykvcache.transfer.operations import Action, Completion
+from pykvcache.transfer.outcomes import failure_of
 from pykvcache.transfer.preloads import PreloadLimits, Preloads
 from pykvcache.transfer.quarantine import Quarantine
 from pykvcache.transfer.reads import Reads
@@ -62,6 +66,10 @@ class Limits:
     """Whether a store waits until its chunk would outlive a loss of power."""
     checks_trailers: bool = True
     """Whether a trailer page is asked if it is intact; for who examines reads."""
+    pause_after_faults: int = 0
+    """See :class:`pykvcache.transfer.breaker.Breaker`, as for the next two."""
+    pause_s: float = 1.0
+    pause_max_s: float = 60.0
 
 
 class TransferCore:
@@ -87,7 +95,8 @@ class TransferCore:
             )
         self._limits = limits
         self._records = Records()
-        self._issued = Issued()
+        self._breaker = Breaker(limits.pause_after_faults, limits.pause_s, limits.pause_max_s)
+        self._issued = Issued(self._watch)
         policy = limits.dram_policy
         self._dram = Dram(
             ledger,
@@ -131,25 +140,48 @@ class TransferCore:
             InvariantError: the job's id is in use.
         """
         self._records.now = now
-        refusal = self._refusal()
+        is_load = job.direction is Direction.LOAD
+        refusal = self._refusal(job)
         record = self._records.add(job, now + self._limits.load_deadline_s)
         for chunk in job.chunks:
-            if refusal is not None:
+            is_found = refusal is Failure.PAUSED and is_load and self._dram.find(chunk) is not None
+            if refusal is not None and not is_found:
                 self._records.end_chunk(record, chunk, refusal)
-            elif job.direction is Direction.LOAD:
+            elif is_load:
                 self._reads.claim(record, chunk)
             else:
                 self._writes.add(Write(record, chunk))
 
-    def _refusal(self) -> Failure | None:
+    def _refusal(self, job: Job) -> Failure | None:
         if self._closing:
             return Failure.SHUTDOWN
-        return Failure.OVERLOAD if len(self._records) >= self._limits.jobs_max else None
+        if len(self._records) >= self._limits.jobs_max:
+            return Failure.OVERLOAD
+        is_load = job.direction is Direction.LOAD
+        if is_load and all(self._dram.find(chunk) is not None for chunk in job.chunks):
+            return None
+        admitted = self._breaker.admits(self._records.now, is_load=is_load)
+        return None if admitted else Failure.PAUSED
+
+    def _watch(self, action: Action, result: int) -> None:
+        now = self._records.now
+        if result >= 0:
+            if action in (Action.READ, Action.WRITE):  # a kernel opens files that it remembers
+                self._breaker.succeed(now)
+        elif result != -errno.EEXIST:  # another writer was first
+            self._breaker.fail(failure_of(result), now)
+
+    def _pause(self) -> None:
+        """The breaker has opened: whoever waits for the disk need not wait longer."""
+        self._preloads.want(())
+        for record in self._records:
+            if record.is_load:
+                self._reads.give_up(record, Failure.PAUSED)
 
     def preload(self, chunks: Sequence[ChunkTransfer], now: float) -> None:
         """Read these ahead of the loads that will want them, in this order, and no others."""
         self._records.now = now
-        if not self._closing:
+        if not self._closing and not self._breaker.is_paused:
             self._preloads.want(chunks)
 
     def flush(self, job_ids: Iterable[int]) -> None:
@@ -207,7 +239,10 @@ class TransferCore:
         self._records.now = now
         for record in self._records:
             if record.is_load and record.deadline <= now:
+                self._breaker.miss_deadline(record.submitted_at, now)
                 self._reads.give_up(record, Failure.DEADLINE)
+        if self._breaker.take_opening():
+            self._pause()
         operations: list[Operation] = []
         self._preloads.prepare(now)
         self._reads.copy_in(operations)
@@ -253,6 +288,11 @@ class TransferCore:
     def idle(self) -> bool:
         """No job, and no operation in flight or owed."""
         return not (self._records or self._issued.in_flight or self._issued.owed)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the disk is left alone because it does not work."""
+        return self._breaker.is_paused
 
     def queue_lengths(self) -> dict[str, int]:
         """Chunks in each queue, for metrics."""

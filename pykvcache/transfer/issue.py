@@ -23,6 +23,7 @@ from pykvcache.transfer.operations import (
 
 Operation = FileOperation | CopyOperation | ChecksumOperation
 React = Callable[[Completion], None]
+Watch = Callable[[Action, int], None]
 
 
 @dataclass(slots=True)
@@ -49,9 +50,13 @@ class Budget:
 class Issued:
     """Hands out tokens; no operation is forgotten before its completion."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch = lambda action, result: None) -> None:
+        """Args:
+        watch: told how each file operation has ended, before what follows from it.
+        """
+        self._watch = watch
         self._tokens = itertools.count(1)
-        self._in_flight: dict[int, React] = {}
+        self._in_flight: dict[int, tuple[Action | None, React]] = {}
         self._owed: list[Operation] = []
 
     @property
@@ -72,9 +77,11 @@ class Issued:
         """
         for completion in completions:
             try:
-                react = self._in_flight.pop(completion.token)
+                action, react = self._in_flight.pop(completion.token)
             except KeyError:
                 raise InvariantError(f"operation {completion.token} is not in flight") from None
+            if action is not None:
+                self._watch(action, completion.result)
             react(completion)
 
     def file(
@@ -91,13 +98,13 @@ class Issued:
     ) -> FileOperation:
         """A file operation to return from this turn."""
         token = next(self._tokens)
-        self._in_flight[token] = react
+        self._in_flight[token] = (action, react)
         return FileOperation(token, action, path, target, descriptor, slot, length, chunk)
 
     def copy(self, direction: Direction, copies: list[SlotCopy], react: React) -> CopyOperation:
         """A launch of device copies to return from this turn."""
         token = next(self._tokens)
-        self._in_flight[token] = react
+        self._in_flight[token] = (None, react)
         return CopyOperation(token, direction, tuple(copies))
 
     def checksum(
@@ -105,7 +112,7 @@ class Issued:
     ) -> ChecksumOperation:
         """A checksum to compute of what has just come into the slot."""
         token = next(self._tokens)
-        self._in_flight[token] = react
+        self._in_flight[token] = (None, react)
         return ChecksumOperation(token, direction, slot, chunk)
 
     def follow(self, operation: Operation) -> None:

@@ -33,6 +33,7 @@ class Failure(enum.StrEnum):
     DEADLINE = "deadline"
     DROPPED = "dropped"
     OVERLOAD = "overload"
+    PAUSED = "paused"
     SHUTDOWN = "shutdown"
 
 

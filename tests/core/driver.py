@@ -74,6 +74,7 @@ class Driver:
         check_every: int = 1,
         quarantine_files_max: int = 16,
         syncs: bool = False,
+        pause_after_faults: int = 0,
         holds_checksums: bool = False,
     ) -> None:
         self.ledger = SlotLedger(slots)
@@ -89,6 +90,7 @@ class Driver:
             check_every=check_every,
             quarantine_files_max=quarantine_files_max,
             syncs=syncs,
+            pause_after_faults=pause_after_faults,
         )
         self._holds_checksums = holds_checksums
         self.core = TransferCore(limits, self.ledger, "w")

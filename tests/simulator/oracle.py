@@ -98,6 +98,15 @@ class Oracle:
         for entry in self.open.values():
             self._give_up(entry) if entry.is_load else self._copy_no_more(entry)
 
+    def pause(self, now: float) -> None:
+        """The core is about to leave the disk alone: loads end now."""
+        require(self._limits.pause_after_faults > 0, "the core pauses although it never should")
+        for entry in self.open.values():
+            if entry.is_load:
+                entry.deadline = min(entry.deadline, now)
+                entry.excuses.add(Failure.PAUSED)
+                self._give_up(entry)
+
     def expire(self, now: float) -> None:
         """The core was told the time."""
         for entry in self.open.values():
@@ -357,6 +366,12 @@ class Oracle:
             require(entry.is_load and now >= entry.deadline, f"too early: {entry.job}")
             may_wait = self._world.weather.stuck or self._limits.load_deadline_s < FAR_DEADLINE_S
             require(may_wait, f"a load starves although every operation returns: {entry.job}")
+            return
+        if failure is Failure.PAUSED:
+            weather = self._world.weather
+            may_pause = weather.fault or weather.stuck
+            may_pause = may_pause or self._limits.load_deadline_s < FAR_DEADLINE_S
+            require(self._limits.pause_after_faults and may_pause, "paused without a fault")
             return
         if failure is Failure.WRONG_CONTENT:
             self._world.convict(chunk.path)

@@ -75,6 +75,8 @@ class Simulation:
             check_every=random.choice((1, 1, 0, 3)),
             syncs=random.random() < 0.3,
             quarantine_files_max=random.choice((0, 1, 16)),
+            pause_after_faults=random.choice((0, 0, 1, 4)),
+            pause_s=random.choice((0.5, 5.0)),
         )
         weather = Weather(
             fault=random.choice((0.0, 0.02, 0.1, 0.3)),
@@ -87,6 +89,7 @@ class Simulation:
         self.core = make_core(self.limits, self.ledger, "abcd")
         self.oracle = Oracle(self.limits, self.ledger, self.world)
         self.now = 0.0
+        self._watch_pauses()
         self._defects = [
             # What is not compared is loaded.
             defect
@@ -99,6 +102,15 @@ class Simulation:
         self._forsake_next: set[int] = set()
         self._fresh_blocks = itertools.count()
         self._job_ids = itertools.count(1)
+
+    def _watch_pauses(self) -> None:
+        pause = self.core._pause
+
+        def watched() -> None:
+            self.oracle.pause(self.now)
+            pause()
+
+        self.core._pause = watched  # type: ignore[method-assign]
 
     def run(self) -> None:
         """Play the schedule.

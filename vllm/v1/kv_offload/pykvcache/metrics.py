@@ -41,6 +41,7 @@ SLOTS_RETAINED = "vllm:kv_offload_pool_slots_retained"
 SLOTS_STAGED = "vllm:kv_offload_pool_slots_staged"
 QUEUE = "vllm:kv_offload_queue_chunks"
 HITS = "vllm:kv_offload_load_hits"
+PAUSED = "vllm:kv_offload_paused"
 REFUSED = "vllm:kv_offload_stores_refused"
 ROOT_BYTES = "vllm:kv_offload_root_bytes"
 ROOT_FILES = "vllm:kv_offload_root_files"
@@ -101,6 +102,10 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         QUEUE: OffloadingGaugeMetadata(
             documentation="KV chunks in each of the reactor's queues.",
             labelnames=("rank", "queue"),
+        ),
+        PAUSED: OffloadingGaugeMetadata(
+            documentation="1 while the disk is left alone because it does not work, else 0.",
+            labelnames=("rank",),
         ),
         REFUSED: OffloadingCounterMetadata(
             documentation="KV chunks not stored because the root was full.",
@@ -168,6 +173,7 @@ class WorkerMetrics:
             before, self._gauges = self._gauges or Gauges(), gauges
             self._count(before, gauges)
             self._set_pool(gauges)
+            self._stats.set_gauge(PAUSED, int(gauges.is_paused), (self._rank,))
             for queue, chunks in gauges.queues.items():
                 self._stats.set_gauge(QUEUE, chunks, (self._rank, queue))
         if self._stats.is_empty():
@@ -192,7 +198,17 @@ class WorkerMetrics:
                 self._stats.increase_counter(FAILURES, more, ("preload", str(failure)))
 
 
-TIER_METRICS = (CHUNKS, FAILURES, DROPPED, FILE_BYTES, SECONDS, STORES_PENDING, HITS, QUEUE)
+TIER_METRICS = (
+    CHUNKS,
+    FAILURES,
+    DROPPED,
+    FILE_BYTES,
+    SECONDS,
+    STORES_PENDING,
+    HITS,
+    QUEUE,
+    PAUSED,
+)
 
 
 def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:

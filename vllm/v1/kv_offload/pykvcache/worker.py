@@ -105,6 +105,7 @@ class PyKVCacheWorker(OffloadingWorker):
         self._jobs: dict[int, Job] = {}
         self._refused: list[ChunkTransferResult] = []
         self._metrics = WorkerMetrics(parallel.rank)
+        self._is_paused = False
         self._no_space = NoSpaceReporter(options.root)
         self._reactor.start()
         pool.populate_in_background(2 * options.slots_min)
@@ -246,7 +247,8 @@ class PyKVCacheWorker(OffloadingWorker):
     @staticmethod
     def _log_failures(job: Job, result: JobResult) -> None:
         reasons = sorted({str(failure) for failure in result.failures.values()})
-        log = logger.debug if reasons == [str(Failure.DROPPED)] else logger.warning
+        is_expected = set(result.failures.values()) <= {Failure.DROPPED, Failure.PAUSED}
+        log = logger.debug if is_expected else logger.warning
         log(
             "KV offloading: %d of %d chunks of a %s failed (%s)%s",
             len(result.failures),
@@ -275,7 +277,19 @@ class PyKVCacheWorker(OffloadingWorker):
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """This rank's metrics since the last call."""
-        return self._metrics.take(self._reactor.gauges)
+        gauges = self._reactor.gauges
+        if gauges.is_paused != self._is_paused:
+            self._is_paused = gauges.is_paused
+            if self._is_paused:
+                logger.warning(
+                    "KV offloading leaves the disk of '%s' alone: it fails or hangs. Requests are "
+                    "computed, and it is tried again, at the latest every %.0f s",
+                    self._options.root,
+                    self._options.pause_max_s,
+                )
+            else:
+                logger.info("KV offloading uses the disk again")
+        return self._metrics.take(gauges)
 
     def shutdown(self) -> None:
         """Finish the stores whose data is in the pool, within ``shutdown_timeout_s``."""
