@@ -166,7 +166,7 @@ class Oracle:
         actions = [
             item.action
             for item in operations
-            if isinstance(item, FileOperation) and not self._is_ahead(item)
+            if isinstance(item, FileOperation) and not self._may_be_ahead(item)
         ]
         if Action.READ in actions and Action.WRITE in actions:
             last_read = len(actions) - 1 - actions[::-1].index(Action.READ)
@@ -188,6 +188,14 @@ class Oracle:
             and chunk.span.count == 0
             and not self._loads_of(chunk.path)
         )
+
+    def _may_be_ahead(self, operation: FileOperation) -> bool:
+        """Whether no load may wait for it: one may have failed at this file and not ended yet, and
+        the file be read ahead of another one since."""
+        chunk = operation.chunk
+        has_failed = chunk is not None and bool(self._world.faults[chunk.path])
+        is_read_ahead = chunk is not None and chunk.span.count == 0
+        return self._is_ahead(operation) or (has_failed and is_read_ahead)
 
     def _check_copy(self, operation: CopyOperation) -> None:
         for copy in operation.copies:
