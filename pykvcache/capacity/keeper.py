@@ -12,6 +12,7 @@ the scheduler and, with a single worker, with the reactor.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -147,7 +148,9 @@ class Keeper:
             self._touches.append((self._clock(), chunks))
 
     def start(self) -> None:
-        """Start the thread."""
+        """Look once, so that stores need not wait for the thread, and start it."""
+        with contextlib.suppress(OSError):  # the thread will say so
+            self._look()
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
@@ -258,7 +261,7 @@ class Keeper:
         found = True
         for rank in self._ranks:
             try:
-                os.utime(rank.final(key), ns=(time_ns, time_ns))
+                os.utime(rank.final(key), ns=(time_ns, time_ns), follow_symlinks=False)
             except OSError:  # not stored, evicted, or another user's: nothing to keep
                 found = False
         if found:

@@ -275,9 +275,9 @@ def test_a_chunk_is_touched_once_an_interval(site: Site, monkeypatch: pytest.Mon
     touched: list[str] = []
     utime = os.utime
 
-    def counting(path: str, *, ns: tuple[int, int]) -> None:
+    def counting(path: str, *, ns: tuple[int, int], follow_symlinks: bool) -> None:
         touched.append(path)
-        utime(path, ns=ns)
+        utime(path, ns=ns, follow_symlinks=follow_symlinks)
 
     monkeypatch.setattr(keeper_module.os, "utime", counting)
     keeper = site.keeper()
