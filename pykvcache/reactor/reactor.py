@@ -208,7 +208,8 @@ class Reactor:
     @property
     def is_quiet(self) -> bool:
         """Whether the thread has ended and no transfer uses memory any more."""
-        return not self._thread.is_alive() and self._engine.in_flight == 0
+        is_ended = not self._thread.is_alive() and self._sealer.is_ended
+        return is_ended and self._engine.in_flight == 0
 
     def _send(self, message: Message) -> None:
         self._mailbox.append(message)

@@ -151,6 +151,11 @@ class Sealer:
             completions.append(done)
         return completions
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the thread has ended, and looks at no memory any more."""
+        return not self._thread.is_alive()
+
     def close(self, timeout_s: float) -> None:
         """End the thread when it has done what was submitted."""
         self._todo.put(None)

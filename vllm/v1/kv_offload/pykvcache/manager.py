@@ -147,9 +147,7 @@ class PyKVCacheManager(OffloadingManager):
 
     def _touch(self, req_context: ReqContext) -> None:
         if self._keeper is not None:
-            # All chunks of the request so far, of which the connector only tells one by one.
-            positions = getattr(req_context, "_offload_key_positions", {})
-            self._keeper.touch([(bytes(key), end) for key, end in positions.items()])
+            touch(self._keeper, req_context)
 
     def reset_cache(self) -> None:
         """Forget what was found. Files stay: they are as good for other servers as before.
@@ -172,3 +170,9 @@ class PyKVCacheManager(OffloadingManager):
         if self._keeper is not None:
             self._keeper.stop()
         self.trace.close()
+
+
+def touch(keeper: Keeper, req_context: ReqContext) -> None:
+    """All chunks of the request so far were used; the connector only tells them one by one."""
+    positions = getattr(req_context, "_offload_key_positions", {})
+    keeper.touch([(bytes(key), end) for key, end in positions.items()])

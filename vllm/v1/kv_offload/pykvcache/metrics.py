@@ -208,6 +208,14 @@ TIER_METRICS = (
     HITS,
     QUEUE,
     PAUSED,
+    REFUSED,
+    ROOT_BYTES,
+    ROOT_FILES,
+    ROOT_PINNED,
+    ROOT_LIMIT,
+    EVICTED_FILES,
+    EVICTED_BYTES,
+    EVICTION_SKIPPED,
 )
 
 
@@ -215,24 +223,6 @@ def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Those that mean something for a secondary tier, which has no pool."""
     definitions = metric_definitions()
     return {name: definitions[name] for name in TIER_METRICS}
-
-
-class TierMetrics(WorkerMetrics):
-    """The figures of a secondary tier, under the rank ``tier``."""
-
-    def __init__(self) -> None:
-        super().__init__("tier")
-        self._stores_pending: int | None = None
-
-    def take_all(self, gauges: Gauges, stores_pending: int) -> OffloadingConnectorStats | None:
-        """What has changed since the last call; None when nothing has."""
-        if stores_pending != self._stores_pending:
-            self._stores_pending = stores_pending
-            self._stats.set_gauge(STORES_PENDING, stores_pending)
-        return self.take(gauges)
-
-    def _set_pool(self, gauges: Gauges) -> None:
-        """The pool has trailer pages only."""
 
 
 class ManagerMetrics:
@@ -259,6 +249,30 @@ class ManagerMetrics:
             before, self._capacity = self._capacity or Figures(), capacity
             _count_capacity(stats, before, capacity)
         return None if stats.is_empty() else stats
+
+
+class TierMetrics(WorkerMetrics):
+    """The figures of a secondary tier, under the rank ``tier``: a worker's and a manager's."""
+
+    def __init__(self) -> None:
+        super().__init__("tier")
+        self._manager = ManagerMetrics()
+
+    def refuse(self, chunks: int) -> None:
+        """So many are not stored because the root is full."""
+        self._manager.refused += chunks
+
+    def take_all(
+        self, gauges: Gauges, stores_pending: int, capacity: Figures
+    ) -> OffloadingConnectorStats | None:
+        """What has changed since the last call; None when nothing has."""
+        stats = self._manager.take(stores_pending=stores_pending, capacity=capacity)
+        if stats is not None:
+            self._stats.aggregate(stats)
+        return self.take(gauges)
+
+    def _set_pool(self, gauges: Gauges) -> None:
+        """The pool has trailer pages only."""
 
 
 def _count_capacity(stats: OffloadingConnectorStats, before: Figures, now: Figures) -> None:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.logger import init_logger
@@ -37,30 +38,39 @@ from vllm.v1.kv_offload.tiering.base import JobResult as TierJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from pykvcache.config import Config
-from pykvcache.errors import ConfigError
+from pykvcache.access import access_of, make_directories
+from pykvcache.capacity.admission import Admission
+from pykvcache.capacity.keeper import Keeper
 from pykvcache.identity import RankIdentity, claim_directory
-from pykvcache.layout import PAGE, BlockSpan, ChunkPaths, file_bytes, padded, rank_directory
+from pykvcache.layout import (
+    QUARANTINE,
+    BlockSpan,
+    ChunkPaths,
+    file_bytes,
+    padded,
+    rank_directory,
+)
 from pykvcache.limits import tier_limits_of
 from pykvcache.pool import Pool
 from pykvcache.reactor.copier import NoCopier
-from pykvcache.reactor.probe import DirectChoice, choose_direct, choose_engine, make_engine
+from pykvcache.reactor.probe import choose_engine, make_engine
 from pykvcache.reactor.reactor import Reactor
 from pykvcache.reactor.rows import Rows
 from pykvcache.reactor.timeline import Timeline
 from pykvcache.scheduler.catalog import Catalog
-from pykvcache.scheduler.promotions import (
-    PromotionLimits,
-    Promotions,
-    Verdict,
-    rows_for_promotions,
-)
+from pykvcache.scheduler.promotions import Promotions, Verdict, rows_for_promotions
 from pykvcache.startup import check_root
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
 from vllm.v1.kv_offload.pykvcache.backend import logged_refusal
+from vllm.v1.kv_offload.pykvcache.manager import touch
 from vllm.v1.kv_offload.pykvcache.metrics import TierMetrics, tier_metric_definitions
 from vllm.v1.kv_offload.pykvcache.models import check_groups
-from vllm.v1.kv_offload.pykvcache.tier_settings import parse_tier_config, tier_identity
+from vllm.v1.kv_offload.pykvcache.tier_settings import (
+    choose_tier_direct,
+    parse_tier_config,
+    promotion_limits,
+    tier_identity,
+)
 from vllm.v1.kv_offload.pykvcache.tracing import WorkerTrace, make_tracer
 
 if TYPE_CHECKING:
@@ -163,8 +173,10 @@ class PyKVCacheTier(SecondaryTierManager):
     def _start_reactor(self, config: OffloadingConfig) -> None:
         options, rows = self._options, self._rows
         identity = tier_identity(config, options, rows.row_bytes)
-        server_directory = identity.directory(options.root)
-        claim_directory(identity, server_directory, options.root)
+        # Nothing follows a symbolic link once the root itself has been found.
+        root, access = Path(os.path.realpath(options.root)), access_of(options)
+        server_directory = identity.directory(root)
+        claim_directory(identity, server_directory, root, access)
         directory = rank_directory(server_directory, RANK)
         rank_identity = RankIdentity(
             server=identity.fingerprint.hex(),
@@ -172,8 +184,9 @@ class PyKVCacheTier(SecondaryTierManager):
             layers=tuple(group.layer_names for group in config.groups),
             page_bytes=((rows.row_bytes,),) * len(config.groups),
         )
-        claim_directory(rank_identity, directory, options.root)
-        direct = _choose_direct(options, directory, rows)
+        claim_directory(rank_identity, directory, root, access)
+        make_directories(directory / QUARANTINE, root, access)
+        direct = choose_tier_direct(options, directory, rows)
         engine = choose_engine(options.io_engine, directory, direct.direct)
         for choice, asked in ((direct, options.direct_io), (engine, options.io_engine)):
             if choice.fallback and asked == "auto":
@@ -189,7 +202,7 @@ class PyKVCacheTier(SecondaryTierManager):
             clock=time.monotonic,
         )
         self.promotions = Promotions(
-            _promotion_limits(options, self._rows_max, rows.row_bytes), time.monotonic
+            promotion_limits(options, self._rows_max, rows.row_bytes), time.monotonic
         )
         self._metrics = TierMetrics()
         tracer = make_tracer(options, "tier")
@@ -198,14 +211,19 @@ class PyKVCacheTier(SecondaryTierManager):
         self._reactor = Reactor(
             limits,
             Pool(slots, padded(file_bytes(rows.row_bytes) - rows.row_bytes)),
-            lambda buffers: make_engine(engine, buffers, direct.direct, options.io_depth, rows),
+            lambda buffers: make_engine(
+                engine, buffers, direct.direct, options.io_depth, rows, access
+            ),
             NoCopier(),
             fingerprint=rank_identity.fingerprint,
             writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
             rows=rows,
             timeline=Timeline(tracer) if tracer is not None else None,
         )
+        self._keeper = Keeper(options, [self._paths], logger)
+        self._admission = Admission(file_bytes(rows.row_bytes))
         self._reactor.start()
+        self._keeper.start()
         if options.switch_interval_s:
             sys.setswitchinterval(min(sys.getswitchinterval(), options.switch_interval_s))
         logger.info(
@@ -251,8 +269,11 @@ class PyKVCacheTier(SecondaryTierManager):
         waits to be written already are left out and counted: memory that cannot be given to
         anyone would turn promotions, and vLLM's own stores, away."""
         keys = tuple(job_metadata.keys)
+        storing = self._catalog.storing
         needed = self._catalog.begin_store(keys)
-        room = max(0, self._rows_max - self._store_rows)
+        allowed = self._admission.allowed(self._keeper.room, storing)
+        self._metrics.refuse(len(needed[allowed:]))
+        room = min(max(0, self._rows_max - self._store_rows), allowed)
         self._store_rows += len(keys)
         dropped = dict.fromkeys(needed[room:], Failure.DROPPED)
         self._submit(Direction.STORE, job_metadata, needed[:room], dropped)
@@ -336,6 +357,7 @@ class PyKVCacheTier(SecondaryTierManager):
         written = [chunk.key for chunk in submitted.job.chunks if chunk.key not in failures]
         self._catalog.end_store(written, stored=True)
         self._catalog.end_store(failures, stored=False)
+        self._admission.end(len(submitted.job.chunks))
         if self._events is not None and done:
             self._events.append(OffloadingEvent(list(done), self.medium, False, self.locality))
 
@@ -358,8 +380,9 @@ class PyKVCacheTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """What it holds is free for others."""
+        """What it holds is free for others; its chunks were used."""
         self.promotions.release(req_context.req_id)
+        touch(self._keeper, req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Who runs holds no memory any more; plan for whom there is room now."""
@@ -382,12 +405,15 @@ class PyKVCacheTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Metrics since the last call."""
-        return self._metrics.take_all(self._reactor.gauges, self._catalog.storing)
+        return self._metrics.take_all(
+            self._reactor.gauges, self._catalog.storing, self._keeper.figures
+        )
 
     def shutdown(self) -> None:
         """Finish stores within ``shutdown_timeout_s`` and let go of the CPU tier's memory,
         unless a transfer that never returns may still use it. Idempotent."""
         deadline = time.monotonic() + self._options.shutdown_timeout_s
+        self._keeper.stop()
         self._collect()
         while self._store_rows and (left_s := deadline - time.monotonic()) > 0:
             self._reactor.await_result(left_s)
@@ -397,28 +423,6 @@ class PyKVCacheTier(SecondaryTierManager):
         self._trace.close()
         if self._reactor.is_quiet:
             self._rows.release()
-
-
-def _choose_direct(options: Config, directory: Any, rows: Rows) -> DirectChoice:
-    if rows.is_aligned or options.direct_io == "off":
-        return choose_direct(options.direct_io, directory)
-    choose_direct("off", directory)
-    why = f"vLLM's CPU tier does not lie in whole pages of {PAGE} bytes"
-    if options.direct_io == "on":
-        raise ConfigError(f"option 'direct_io' is 'on', but {why}; 'auto' or 'off' would do")
-    return DirectChoice(False, f"{why}: using buffered I/O", fallback=True)
-
-
-def _promotion_limits(options: Config, rows_max: int, row_bytes: int) -> PromotionLimits:
-    ahead = options.preload_slots_max or rows_max
-    if options.preload_bytes_max:
-        ahead = min(ahead, options.preload_bytes_max // row_bytes)
-    return PromotionLimits(
-        rows_max=rows_max,
-        ahead_max=min(ahead, rows_max),
-        requests_max=max(1, options.preload_lookahead),
-        ttl_s=options.preload_ttl_s,
-    )
 
 
 def _whole(submitted: _Submitted, result: JobResult) -> JobResult:

@@ -9,6 +9,7 @@ where vLLM's whole configuration is at hand.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -16,6 +17,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from pykvcache.config import Config, parse_config
 from pykvcache.errors import ConfigError
 from pykvcache.identity import TierIdentity
+from pykvcache.layout import PAGE
+from pykvcache.reactor.probe import DirectChoice, choose_direct
+from pykvcache.reactor.rows import Rows
+from pykvcache.scheduler.promotions import PromotionLimits
 from vllm.v1.kv_offload.pykvcache.backend import logged_refusal
 
 if TYPE_CHECKING:
@@ -113,4 +118,33 @@ def tier_identity(config: OffloadingConfig, options: Config, row_bytes: int) -> 
         namespace=options.namespace,
         row_bytes=row_bytes,
         row_layout="canonical" if config.canonical_layout else f"{copies} x rank",
+    )
+
+
+def choose_tier_direct(options: Config, directory: Path, rows: Rows) -> DirectChoice:
+    """As :func:`pykvcache.reactor.probe.choose_direct`, for payloads that lie in these rows.
+
+    Raises:
+        ConfigError: direct I/O is demanded and they do not lie in whole pages.
+    """
+    if rows.is_aligned or options.direct_io == "off":
+        return choose_direct(options.direct_io, directory)
+    choose_direct("off", directory)
+    why = f"vLLM's CPU tier does not lie in whole pages of {PAGE} bytes"
+    if options.direct_io == "on":
+        raise ConfigError(f"option 'direct_io' is 'on', but {why}; 'auto' or 'off' would do")
+    return DirectChoice(False, f"{why}: using buffered I/O", fallback=True)
+
+
+def promotion_limits(options: Config, rows_max: int, row_bytes: int) -> PromotionLimits:
+    """What the options of reading ahead mean for rows of so many bytes, of which promotions may
+    take at most so many."""
+    ahead = options.preload_slots_max or rows_max
+    if options.preload_bytes_max:
+        ahead = min(ahead, options.preload_bytes_max // row_bytes)
+    return PromotionLimits(
+        rows_max=rows_max,
+        ahead_max=min(ahead, rows_max),
+        requests_max=max(1, options.preload_lookahead),
+        ttl_s=options.preload_ttl_s,
     )
