@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from pykvcache.commands import content, doctor, trace, upkeep
+from pykvcache.commands import content, doctor, trace, upkeep, verify
 from pykvcache.errors import ConfigError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ for command in (
     doctor.doctor,
     content.ls,
     content.stats,
+    verify.verify,
     upkeep.gc,
     upkeep.clear,
     upkeep.pin,
