@@ -24,6 +24,7 @@ for command in (
     doctor.doctor,
     content.ls,
     content.stats,
+    content.lookup,
     verify.verify,
     upkeep.gc,
     upkeep.clear,

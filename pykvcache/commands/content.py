@@ -19,6 +19,13 @@ from pykvcache.capacity.keeper import budget_of
 from pykvcache.capacity.pins import Pins
 from pykvcache.capacity.policy import SECOND_NS
 from pykvcache.capacity.record import Record
+from pykvcache.commands.prompts import (
+    PromptOption,
+    TokenizerOption,
+    TokensOption,
+    cached_tokens,
+    groups_of,
+)
 from pykvcache.commands.roots import (
     Found,
     JsonOption,
@@ -145,6 +152,35 @@ def stats(root: RootOption = None, identity: ModelOption = "", as_json: JsonOpti
         f"{sum(total.files for total in totals.values())} files, {format_bytes(used)} of at most "
         f"{format_bytes(limit)}; {format_bytes(space.free)} of {format_bytes(space.total)} free"
     )
+
+
+def lookup(
+    prompt: PromptOption = "",
+    tokens: TokensOption = None,
+    tokenizer: TokenizerOption = "",
+    root: RootOption = None,
+    identity: ModelOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Say how much of a prompt is on disk, in the files of each identity."""
+    config = config_of(root)
+    found = []
+    for each in chosen_identities(config.root, identity):
+        groups = groups_of(each, prompt, tokens, tokenizer)
+        found.append(
+            {
+                "identity": each.name,
+                "model": model_of(each),
+                "cached_tokens": cached_tokens(each, groups),
+                "chunks": [list(group.keys) for group in groups],
+            }
+        )
+    if as_json:
+        print_json(found)
+    else:
+        columns = ["model", "identity", "cached_tokens"]
+        rows = [[str(each[column]) for column in columns] for each in found]
+        print_table(["model", "identity", "tokens on disk"], rows)
 
 
 def _document(

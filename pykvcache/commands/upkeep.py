@@ -14,6 +14,12 @@ import typer
 from pykvcache.capacity.evictor import Evictor, Round
 from pykvcache.capacity.keeper import budget_of, policy_of
 from pykvcache.capacity.pins import DIRECTORY, Pins
+from pykvcache.commands.prompts import (
+    PromptOption,
+    TokenizerOption,
+    TokensOption,
+    groups_of,
+)
 from pykvcache.commands.roots import (
     Found,
     JsonOption,
@@ -29,7 +35,7 @@ from pykvcache.errors import ConfigError
 from pykvcache.layout import ChunkPaths
 from pykvcache.sizes import format_bytes
 
-Key = Annotated[str, typer.Argument(help="A chunk's key in hex, or its file's name.")]
+KeyOrNone = Annotated[str, typer.Argument(help="A chunk's key in hex, or its file's name.")]
 
 
 def gc(
@@ -142,32 +148,77 @@ def _remove(found: Found) -> bool:
 
 
 def pin(
-    key: Key, root: RootOption = None, identity: ModelOption = "", as_json: JsonOption = False
+    key: KeyOrNone = "",
+    prompt: PromptOption = "",
+    tokens: TokensOption = None,
+    tokenizer: TokenizerOption = "",
+    root: RootOption = None,
+    identity: ModelOption = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Never evict a chunk, of any rank. A prefix is pinned by pinning each of its chunks."""
-    digits = check_key(key)
-    where = _where(config_of(root).root, identity, digits)
+    """Never evict a chunk, or those of a prompt that are on disk."""
+    where, keys = _chosen(key, prompt, tokens, tokenizer, root, identity)
+    pinned = [digits for digits in keys if _holds(where, digits)]
+    if not pinned:
+        raise ConfigError(f"none of the prompt's chunks is in '{where}'")
     try:
-        Pins(where).add(digits)
+        for digits in pinned:
+            Pins(where).add(digits)
     except OSError as error:
-        raise ConfigError(f"'{digits}' cannot be pinned in '{where}': {error.strerror}") from None
-    if not _holds(where, digits):  # evicted between the look and the pin
+        raise ConfigError(f"'{where}' cannot be pinned in: {error.strerror}") from None
+    evicted = [digits for digits in pinned if not _holds(where, digits)]
+    for digits in evicted:  # between the look and the pin
         Pins(where).remove(digits)
-        raise ConfigError(f"key is '{digits}': the chunk has just been evicted")
-    _tell_pin(where, digits, True, as_json)
+    kept = [digits for digits in pinned if digits not in evicted]
+    if not kept:
+        raise ConfigError(f"key is '{pinned[0]}': the chunk has just been evicted")
+    _tell_pins(where, kept, "pinned", as_json)
 
 
 def unpin(
-    key: Key, root: RootOption = None, identity: ModelOption = "", as_json: JsonOption = False
+    key: KeyOrNone = "",
+    prompt: PromptOption = "",
+    tokens: TokensOption = None,
+    tokenizer: TokenizerOption = "",
+    root: RootOption = None,
+    identity: ModelOption = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Let a chunk be evicted again."""
-    digits = check_key(key)
-    holders = [
-        each for each in chosen_identities(config_of(root).root, identity) if _unpin(each, digits)
-    ]
-    if not holders:
-        raise ConfigError(f"key is '{digits}': it is not pinned")
-    _tell_pin(holders[0], digits, False, as_json)
+    """Let a chunk, or those of a prompt, be evicted again."""
+    if key:
+        digits = check_key(key)
+        found = [
+            each
+            for each in chosen_identities(config_of(root).root, identity)
+            if _unpin(each, digits)
+        ]
+        if not found:
+            raise ConfigError(f"key is '{digits}': it is not pinned")
+        _tell_pins(found[0], [digits], "unpinned", as_json)
+        return
+    where, keys = _chosen(key, prompt, tokens, tokenizer, root, identity)
+    unpinned = [digits for digits in keys if _unpin(where, digits)]
+    if not unpinned:
+        raise ConfigError(f"none of the prompt's chunks is pinned in '{where}'")
+    _tell_pins(where, unpinned, "unpinned", as_json)
+
+
+def _chosen(
+    key: str, prompt: str, tokens: Path | None, tokenizer: str, root: Path | None, identity: str
+) -> tuple[Path, list[str]]:
+    """An identity's directory and the keys that are meant."""
+    directory = config_of(root).root
+    if key and (prompt or tokens is not None):
+        raise ConfigError("give either a key or a prompt")
+    if key:
+        digits = check_key(key)
+        return _where(directory, identity, digits), [digits]
+    chosen = chosen_identities(directory, identity)
+    if len(chosen) != 1:
+        names = ", ".join(each.name for each in chosen) or "none"
+        raise ConfigError(f"a prompt has other keys in each identity; choose one: {names}")
+    groups = groups_of(chosen[0], prompt, tokens, tokenizer)
+    return chosen[0], [digits for group in groups for digits in group.keys]
 
 
 def _unpin(identity: Path, digits: str) -> bool:
@@ -177,11 +228,12 @@ def _unpin(identity: Path, digits: str) -> bool:
         raise ConfigError(f"'{digits}' cannot be unpinned: {error.strerror}") from None
 
 
-def _tell_pin(identity: Path, digits: str, pinned: bool, as_json: bool) -> None:
+def _tell_pins(identity: Path, keys: list[str], done: str, as_json: bool) -> None:
     if as_json:
-        print_json({"identity": identity.name, "key": digits, "pinned": pinned})
+        print_json({"identity": identity.name, "keys": keys, "pinned": done == "pinned"})
     else:
-        print(f"{'pinned' if pinned else 'unpinned'} {digits} of {identity.name}")
+        what = keys[0] if len(keys) == 1 else f"{len(keys)} chunks"
+        print(f"{done} {what} of {identity.name}")
 
 
 def _where(root: Path, start: str, digits: str) -> Path:

@@ -112,7 +112,7 @@ def test_pinned_chunks_stay(root: Root) -> None:
     key = key_of(0).hex()
     assert document(root, "pin", key) == {
         "identity": root.identity.name,
-        "key": key,
+        "keys": [key],
         "pinned": True,
     }
     done = run(root, "gc", "--capacity", 1000, "--json")
@@ -128,6 +128,8 @@ def test_pin_refuses_what_is_not_there(root: Root) -> None:
     assert "no chunk of that key" in refusal(root, "pin", "ab" * 36)
     assert "must be the hex digits" in refusal(root, "pin", "../etc")
     assert "is not pinned" in refusal(root, "unpin", key_of(0).hex())
+    assert "either a key or a prompt" in refusal(root, "pin", "ab" * 36, "--prompt", "text")
+    assert "choose one" in refusal(root, "pin", "--prompt", "text")
 
 
 def test_pin_asks_which_identity(root: Root) -> None:

@@ -8,10 +8,14 @@ prompt, 7 chunks, is larger than the pool. A third server shares the root too, w
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -169,6 +173,34 @@ def test_another_model_in_the_same_root_is_kept_apart(
     assert {file: file.stat().st_mtime_ns for file in mine} == mine
 
 
+def test_commands_find_the_chunks_of_a_prompt(
+    run: Run, site: Site, prompts: Prompts, tmp_path: Path
+) -> None:
+    asked, unknown = tmp_path / "asked.json", tmp_path / "unknown.json"
+    asked.write_text(json.dumps(prompts.of(7 * 256 + 1, 13)))
+    unknown.write_text(json.dumps(prompts.of(600, 99)))
+    found = command(site, "lookup", "--tokens", asked)
+    (holder,) = [each for each in found if each["cached_tokens"]]
+    assert holder["cached_tokens"] == DISK_TOKENS[AFTER]
+    assert all(each["cached_tokens"] == 0 for each in command(site, "lookup", "--tokens", unknown))
+    options = ("--tokens", asked, "--identity", holder["identity"])
+    pinned = command(site, "pin", *options)
+    assert [pinned["keys"]] == holder["chunks"]
+    names = {path.stem for path in kv_files(site.root)}
+    assert set(pinned["keys"]) <= names
+    assert command(site, "unpin", *options)["keys"] == pinned["keys"]
+
+
+def command(site: Site, name: str, *options: object) -> Any:
+    arguments = [sys.executable, "-m", "pykvcache", name, "--root", site.root, "--json", *options]
+    done = subprocess.run(
+        [str(argument) for argument in arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def test_no_temporary_file_is_left(run: Run, site: Site) -> None:
     names = {path.name for path in site.root.rglob("*") if path.is_file()}
-    assert {name for name in names if not name.endswith(".kv")} == {"identity.json", ".capacity"}
+    others = {name for name in names if not name.endswith(".kv")}
+    assert others - {".lock"} == {"identity.json", ".capacity"}
