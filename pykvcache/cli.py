@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from pykvcache.commands import content, doctor, trace, upkeep, verify
+from pykvcache.commands import content, doctor, trace, transport, upkeep, verify
 from pykvcache.errors import ConfigError
 
 app = typer.Typer(
@@ -30,8 +30,10 @@ for command in (
     upkeep.clear,
     upkeep.pin,
     upkeep.unpin,
+    transport.export,
 ):
     app.command()(command)
+app.command("import")(transport.import_)
 
 
 @app.callback()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -41,23 +42,50 @@ def find_defect(path: str, fingerprint: bytes) -> Defect | None:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb", buffering=0) as file:
-        payload_bytes = os.fstat(descriptor).st_size - PAGE
-        if payload_bytes < 0:
-            return Defect.NO_TRAILER
-        trailer = decode_trailer(os.pread(descriptor, PAGE, payload_bytes))
+        pieces = Pieces(lambda size: file.read(size) or b"", os.fstat(descriptor).st_size)
+        for _piece in pieces:
+            pass
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    return pieces.defect(os.path.basename(path), fingerprint)
+
+
+class Pieces:
+    """A file's content piece by piece, and what is wrong with it when all have been taken."""
+
+    def __init__(self, read: Callable[[int], bytes], size: int) -> None:
+        """Args:
+        read: returns at most so many bytes, none at the end.
+        size: bytes that there should be.
+        """
+        self._read = read
+        self._payload_bytes = size - PAGE
+        self._digest = xxhash.xxh3_128()
+        self._page = b""
+
+    def __iter__(self) -> Iterator[bytes]:
+        left = self._payload_bytes
+        while left > 0 and (piece := self._read(min(PIECE_BYTES, left))):
+            left -= len(piece)
+            self._digest.update(piece)
+            yield piece
+        if left <= 0:
+            self._page = self._read(PAGE)
+            yield self._page
+
+    def defect(self, name: str, fingerprint: bytes) -> Defect | None:
+        """What is wrong.
+
+        Args:
+            name: of the file, without directories.
+            fingerprint: of its rank.
+        """
+        trailer = decode_trailer(self._page)
         if isinstance(trailer, Defect):
             return trailer
-        named = Path(ChunkPaths(Path()).final(trailer.key)).name
-        if os.path.basename(path) != named:
+        if name != os.path.basename(ChunkPaths(Path()).final(trailer.key)):
             return Defect.KEY
         if trailer.fingerprint != fingerprint:
             return Defect.IDENTITY
-        if file_bytes(trailer.payload_bytes) != payload_bytes + PAGE:
+        if file_bytes(trailer.payload_bytes) != self._payload_bytes + PAGE:
             return Defect.LENGTH
-        digest = xxhash.xxh3_128()
-        left = payload_bytes
-        while left and (piece := file.read(min(PIECE_BYTES, left))):
-            digest.update(piece)
-            left -= len(piece)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    return None if not left and digest.digest() == trailer.checksum else Defect.CHECKSUM
+        return None if self._digest.digest() == trailer.checksum else Defect.CHECKSUM

@@ -110,10 +110,14 @@ def claim_directory(
         ConfigError: the directory holds another identity's file, cannot be written, or could
             be changed by others.
     """
+    claim_for(facts.canonical.encode(), directory, root, access)
+
+
+def claim_for(expected: bytes, directory: Path, root: Path, access: Access) -> None:
+    """As :func:`claim_directory`, for what ``identity.json`` is to hold."""
     path = directory / FILE_NAME
     try:
         make_directories(directory, root, access)
-        expected = facts.canonical.encode()
         if not os.path.lexists(path):
             _publish(path, expected, access)
         found = _read(path, len(expected) + 1)
