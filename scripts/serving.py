@@ -39,6 +39,7 @@ LOAD_BYTES = "vllm:kv_offload_load_bytes_total"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 
 FILE_SUFFIX = ".kv"
+QUARANTINE = "quarantine"
 
 START_DEADLINE_S = 300.0
 """A start takes 20 to 40 s on two cores; a loaded machine gets several times that."""
@@ -434,8 +435,9 @@ class _StoreWatch:
 
 
 def kv_files(root: Path) -> list[Path]:
-    """The published chunk files under `root`, sorted by path."""
-    return sorted(root.rglob(f"*{FILE_SUFFIX}"))
+    """The published chunk files under `root`, sorted by path; not those that were put aside."""
+    files = root.rglob(f"*{FILE_SUFFIX}")
+    return sorted(file for file in files if file.parent.name != QUARANTINE)
 
 
 def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:

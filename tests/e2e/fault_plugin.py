@@ -31,6 +31,15 @@ def make_unreadable(path: Path) -> None:
         path.chmod(0)
 
 
+def flip_payload(path: Path) -> None:
+    """Flip one bit of the payload; the trailer page stays as it was."""
+    with path.open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)[0]
+        file.seek(1000)
+        file.write(bytes([byte ^ 0x10]))
+
+
 def corrupt_trailer(path: Path) -> None:
     """Flip every bit of the first byte of the trailer page, the last 4,096 bytes."""
     with path.open("r+b") as file:
@@ -51,7 +60,14 @@ def replace_by_other_chunk(path: Path) -> None:
 
 DAMAGES = {
     action.__name__: action
-    for action in (delete, truncate, make_unreadable, corrupt_trailer, replace_by_other_chunk)
+    for action in (
+        delete,
+        truncate,
+        make_unreadable,
+        flip_payload,
+        corrupt_trailer,
+        replace_by_other_chunk,
+    )
 }
 
 

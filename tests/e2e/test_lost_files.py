@@ -23,7 +23,8 @@ REASONS = {
     "delete": "not_found",
     "truncate": "short_transfer",
     "make_unreadable": "permission",
-    "corrupt_trailer": "wrong_content",
+    "flip_payload": "checksum",
+    "corrupt_trailer": "trailer",
     "replace_by_other_chunk": "wrong_content",
 }
 CASES = [(damage, position) for damage in REASONS for position in POSITIONS]
@@ -77,7 +78,7 @@ def test_a_damaged_file_is_recomputed(
     assert_same_answer(again, case.from_memory)
 
 
-@pytest.mark.parametrize("damage", ["delete", "truncate", "corrupt_trailer"])
+@pytest.mark.parametrize("damage", ["delete", "truncate", "flip_payload", "corrupt_trailer"])
 def test_a_damaged_file_is_replaced_by_a_good_one(
     faulty_site: FaultySite, faulty_server: Server, prompts: Prompts, damage: str
 ) -> None:
