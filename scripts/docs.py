@@ -8,6 +8,7 @@ as the code says.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import UnionType
@@ -70,6 +71,14 @@ def states() -> Iterator[str]:
         yield ""
 
 
+def faults() -> Iterator[str]:
+    """What becomes of each fault of the disk, as the suite plays it."""
+    sys.path.insert(0, str(ROOT))
+    from tests.core.fault_table import rows
+
+    yield from rows()
+
+
 def _identifier(state: str) -> str:
     return state.replace(" ", "_")
 
@@ -78,6 +87,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[], Iterator[str]]]] = {
     "options": (ROOT / "README.md", options),
     "metrics": (ROOT / "docs" / "metrics.md", metrics),
     "states": (ROOT / "docs" / "architecture.md", states),
+    "faults": (ROOT / "docs" / "faults.md", faults),
 }
 
 
