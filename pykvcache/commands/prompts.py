@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a prompt to the keys of its chunks, as a server with that identity computes them.
 
-The hashes are vLLM's own functions, which take seconds to import. Prompts of text alone: what
-images, adapters or a ``cache_salt`` add to a block's hash is not known here.
+The hashes are vLLM's own functions. Prompts of text alone: what images, adapters or a
+``cache_salt`` add to a block's hash is not known here.
 """
 
 from __future__ import annotations

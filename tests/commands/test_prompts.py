@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.pykvcache.prompt_hashes", reason="needs the patched vLLM")
 
 from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
 
 from pykvcache.commands.prompts import cached_tokens, groups_of
 from pykvcache.errors import ConfigError
@@ -45,10 +46,13 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def chain(seed: str) -> list[bytes]:
-    hashes = [sha256(seed)]
+    """By vLLM's own chaining."""
+    parent = BlockHash(sha256(seed))
+    hashes = []
     for start in range(0, 36, 4):
-        hashes.append(sha256((hashes[-1], tuple(TOKENS[start : start + 4]), None)))
-    return hashes[1:]
+        parent = hash_block_tokens(sha256, parent, TOKENS[start : start + 4])
+        hashes.append(bytes(parent))
+    return hashes
 
 
 @pytest.mark.parametrize("seed", ["7", "another"])

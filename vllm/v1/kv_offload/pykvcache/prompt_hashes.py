@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hashes of a prompt's blocks without a server, by vLLM's own functions."""
+"""The hashes of a prompt's blocks without a server.
+
+Only vLLM's hash functions are imported: what chains them, ``kv_cache_utils.hash_block_tokens``,
+brings the whole engine with it. A test holds the two against each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
 
 
 def prompt_hashes(
@@ -24,10 +27,9 @@ def prompt_hashes(
         ValueError: vLLM does not know the algorithm.
     """
     function = get_hash_fn_by_name(algorithm)
-    parent = BlockHash(function(seed))
+    parent = function(seed)
     hashes = []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        block = tokens[start : start + block_tokens]
-        parent = hash_block_tokens(function, parent, block)
+        parent = function((parent, tuple(tokens[start : start + block_tokens]), None))
         hashes.append(bytes(parent))
     return hashes
