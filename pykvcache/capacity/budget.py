@@ -26,7 +26,7 @@ class Usage:
     """What a count found.
 
     Attributes:
-        files, size: chunk files and their bytes, and those of temporaries.
+        files, size: chunk files, also in quarantine, and their bytes and those of temporaries.
         pinned: bytes of pinned chunks among them.
         free: bytes free on the filesystem when it began, and what was evicted since.
         at_s: when it ended, seconds of the Unix epoch.

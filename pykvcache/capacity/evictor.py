@@ -21,7 +21,7 @@ from pykvcache.capacity.budget import Budget, Space, Usage
 from pykvcache.capacity.pins import Pins
 from pykvcache.capacity.policy import SECOND_NS, Policy, Victim, Victims, rank
 from pykvcache.capacity.record import Record
-from pykvcache.capacity.scan import FileEntry, Leaf, identities, leaves
+from pykvcache.capacity.scan import FileEntry, Leaf, identities, leaves, put_aside
 from pykvcache.layout import SUFFIX
 
 VICTIMS_MAX = 32_768
@@ -33,6 +33,9 @@ BATCH_FILES = 64
 
 TEMPORARY_AGE_S = 3600.0
 """Seconds after which a temporary is a killed writer's: no write takes so long."""
+
+FIRST = -1
+"""Before every chunk's rank: what was put aside is of no use to a server."""
 
 PROBLEMS_MAX = 100
 """Files named in a report; the others are only counted."""
@@ -163,6 +166,11 @@ class Evictor:
         victims = Victims(VICTIMS_MAX, after)
         files = size = pinned_size = 0
         found = Round(Usage(0, 0, 0, 0, 0.0, 0.0), 0)
+        for path, aside in self._put_aside():
+            files += len(aside)
+            size += sum(file.size for file in aside)
+            for file in aside if self._policy is not None else ():
+                victims.offer(Victim(FIRST, path, file.name, file.size, file.time_ns))
         for leaf, pinned in self._leaves(found):
             for chunk in leaf.chunks:
                 files += 1
@@ -180,6 +188,13 @@ class Evictor:
         end = self._clock()
         found.usage = Usage(files, size, pinned_size, free, end, end - start)
         return found, victims
+
+    def _put_aside(self) -> Iterator[tuple[str, list[FileEntry]]]:
+        def ignore(_path: str, _error: OSError) -> None:
+            """What cannot be read is said when the chunks are counted."""
+
+        for identity in identities(self._root, ignore):
+            yield from put_aside(identity, ignore)
 
     def _leaves(self, found: Round) -> Iterator[tuple[Leaf, set[str]]]:
         def problem(path: str, error: OSError) -> None:

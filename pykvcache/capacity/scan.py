@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pykvcache.identity import FILE_NAME
-from pykvcache.layout import SUFFIX, TEMPORARY_SUFFIX
+from pykvcache.layout import QUARANTINE, SUFFIX, TEMPORARY_SUFFIX
 
 _RANK = re.compile(r"rank-\d{4,}")
 _LEAF = re.compile(r"[0-9a-f]{3}")
@@ -73,6 +73,19 @@ def leaves(identity: Path, problem: Problem) -> Iterator[Leaf]:
         for leaf in _names(f"{identity}/{rank}", problem):
             if _LEAF.fullmatch(leaf):
                 yield _read(identity, f"{identity}/{rank}/{leaf}", problem)
+
+
+def put_aside(identity: Path, problem: Problem) -> Iterator[tuple[str, list[FileEntry]]]:
+    """Each rank's quarantine: its path, and the files in it."""
+    for rank in _names(str(identity), problem):
+        path = f"{identity}/{rank}/{QUARANTINE}"
+        if _RANK.fullmatch(rank) and os.path.isdir(path):
+            files: list[FileEntry] = []
+            with contextlib.suppress(OSError), os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.name.endswith(SUFFIX):
+                        _add(entry, files, [])
+            yield path, files
 
 
 def _names(directory: str, problem: Problem) -> list[str]:

@@ -61,6 +61,18 @@ def test_below_the_high_mark_nothing_goes(root: Root) -> None:
     assert len(root.numbers()) == 9
 
 
+def test_what_was_put_aside_counts_and_goes_first(root: Root) -> None:
+    root.fill(range(9))
+    aside = root.directories[0] / "quarantine"
+    aside.mkdir()
+    for number in range(3):
+        (aside / f"{number:03x}.kv").write_bytes(bytes(100))
+    done = run(root, 1000)
+    assert (done.files, done.usage.files, done.usage.size) == (3, 9, 900)
+    assert root.numbers() == list(range(9))
+    assert list(aside.iterdir()) == []
+
+
 def test_a_dry_round_only_tells(root: Root) -> None:
     root.fill(range(20))
     done = evictor(root, 1000).run(dry=True)
