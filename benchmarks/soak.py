@@ -129,11 +129,13 @@ class Watch:
 
 
 def _bytes_below(directory: str) -> int:
-    """Of all files in it."""
+    """Of all files in it, but for what a fault has moved away."""
     total = 0
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
+                if entry.name.endswith("-away"):
+                    continue
                 if entry.is_dir(follow_symlinks=False):
                     total += _bytes_below(entry.path)
                 else:

@@ -117,7 +117,8 @@ def kill_writers(rank: Path, kills: int) -> None:
     assert sweep(rank) >= len(leftovers)
     assert not list(rank.rglob(f"*{TEMPORARY_SUFFIX}"))
     assert check_files(rank) == before
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    left = set(os.listdir("/dev/shm")) - shared_memory
+    assert not [name for name in left if "pykvcache" in name]  # others' come and go
 
 
 def test_killed_writers_leave_nothing_partial(rank: Path) -> None:
