@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from pykvcache.errors import ConfigError
+from pykvcache.examine import IDENTITY_BYTES_MAX
 from pykvcache.identity import FILE_NAME
 from pykvcache.layout import ChunkPaths
 
@@ -30,8 +31,6 @@ TokensOption = Annotated[
 TokenizerOption = Annotated[
     str, typer.Option("--tokenizer", help="For --prompt: a model; else the identity's own.")
 ]
-
-IDENTITY_BYTES_MAX = 1 << 20
 
 PROMPT_HASHES = "vllm.v1.kv_offload.pykvcache.prompt_hashes"
 """Found by name: this package is whole without vLLM, and no other command needs it."""

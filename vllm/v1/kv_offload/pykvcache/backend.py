@@ -15,6 +15,7 @@ from pykvcache.startup import check_root
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 logger = init_logger(__name__)
 
@@ -136,3 +137,20 @@ def resolve_blocks_per_chunk(
             f"KV cache's block size, {largest} tokens, such as {nearest}"
         )
     return max(1, blocks)
+
+
+def layout_facts(config: OffloadingConfig, options: Config) -> dict[str, Any]:
+    """The fields of an identity that the offloading configuration and the options tell."""
+    parallel = config.parallel
+    return {
+        "cache_dtype": config.model.dtype,
+        "kv_cache_layout": str(config.kv_cache_layout),
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "tokens_per_block": tuple(group.tokens_per_block for group in config.groups),
+        "tensor_parallel_size": parallel.tp_size,
+        "pipeline_parallel_size": parallel.pp_size,
+        "prefill_context_parallel_size": parallel.pcp_size,
+        "decode_context_parallel_size": parallel.dcp_size,
+        "namespace": options.namespace,
+    }

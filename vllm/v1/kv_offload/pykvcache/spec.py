@@ -23,7 +23,7 @@ from pykvcache.capacity.keeper import Keeper
 from pykvcache.config import Config
 from pykvcache.identity import Identity, claim_directory
 from pykvcache.layout import ChunkPaths, file_bytes, rank_directory
-from vllm.v1.kv_offload.pykvcache.backend import logged_refusal, settings_of
+from vllm.v1.kv_offload.pykvcache.backend import layout_facts, logged_refusal, settings_of
 from vllm.v1.kv_offload.pykvcache.metrics import metric_definitions
 from vllm.v1.kv_offload.pykvcache.tracing import make_tracer
 
@@ -80,17 +80,4 @@ class PyKVCacheSpec(OffloadingSpec):
 
 def build_identity(config: OffloadingConfig, options: Config, facts: Mapping[str, Any]) -> Identity:
     """Everything that all ranks' bytes depend on."""
-    parallel = config.parallel
-    return Identity(
-        **facts,
-        cache_dtype=config.model.dtype,
-        kv_cache_layout=str(config.kv_cache_layout),
-        tokens_per_hash=config.cache.tokens_per_hash,
-        blocks_per_chunk=config.cache.blocks_per_chunk,
-        tokens_per_block=tuple(group.tokens_per_block for group in config.groups),
-        tensor_parallel_size=parallel.tp_size,
-        pipeline_parallel_size=parallel.pp_size,
-        prefill_context_parallel_size=parallel.pcp_size,
-        decode_context_parallel_size=parallel.dcp_size,
-        namespace=options.namespace,
-    )
+    return Identity(**facts, **layout_facts(config, options))

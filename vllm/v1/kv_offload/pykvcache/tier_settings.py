@@ -21,7 +21,7 @@ from pykvcache.layout import PAGE
 from pykvcache.reactor.probe import DirectChoice, choose_direct
 from pykvcache.reactor.rows import Rows
 from pykvcache.scheduler.promotions import PromotionLimits
-from vllm.v1.kv_offload.pykvcache.backend import logged_refusal
+from vllm.v1.kv_offload.pykvcache.backend import layout_facts, logged_refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,20 +102,10 @@ def tier_identity(config: OffloadingConfig, options: Config, row_bytes: int) -> 
             f"secondary tier '{TIER_TYPE}' is made without knowing what the KV cache depends on: "
             "use vLLM's OffloadingConnector, as this distribution ships it"
         )
-    parallel = config.parallel
-    copies = 1 if config.replicated_layout else parallel.world_size
+    copies = 1 if config.replicated_layout else config.parallel.world_size
     return TierIdentity(
         **facts,
-        cache_dtype=config.model.dtype,
-        kv_cache_layout=str(config.kv_cache_layout),
-        tokens_per_hash=config.cache.tokens_per_hash,
-        blocks_per_chunk=config.cache.blocks_per_chunk,
-        tokens_per_block=tuple(group.tokens_per_block for group in config.groups),
-        tensor_parallel_size=parallel.tp_size,
-        pipeline_parallel_size=parallel.pp_size,
-        prefill_context_parallel_size=parallel.pcp_size,
-        decode_context_parallel_size=parallel.dcp_size,
-        namespace=options.namespace,
+        **layout_facts(config, options),
         row_bytes=row_bytes,
         row_layout="canonical" if config.canonical_layout else f"{copies} x rank",
     )
