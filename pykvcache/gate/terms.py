@@ -44,16 +44,14 @@ class Traffic:
     """What stands before a new load or computation now.
 
     Attributes:
-        disk_bytes: of loads and stores that were given to the reactor before and have not ended.
-        step_tokens: prompt tokens of other requests that each step computes beside this one's.
-        step_decodes: requests that each step decodes one token of.
-        wait_s: seconds that the request will wait before it runs in any case, which reading
-            ahead may use; 0 when it runs now.
+        disk_bytes: that are to be read for others before this load's own.
+        decodes: requests of which each step decodes one token beside this one's prompt.
+        wait_s: seconds until the request's own computation could begin, whichever is chosen:
+            what is computed before it. A load that begins now is hidden behind them.
     """
 
     disk_bytes: int = 0
-    step_tokens: int = 0
-    step_decodes: int = 0
+    decodes: int = 0
     wait_s: float = 0.0
 
 
@@ -63,7 +61,7 @@ class Reason(enum.StrEnum):
     SLOWER = "slower"
     """Recomputing is faster, whatever the traffic."""
     BUSY = "busy"
-    """Loading would be faster were there no traffic of others."""
+    """Loading would be faster if no other reads stood before it."""
     PARTIAL = "partial"
     """A part is loaded; the rest is recomputed faster."""
 
@@ -91,11 +89,12 @@ class Estimate(Protocol):
     """What work takes on this machine, as far as is known."""
 
     def compute_s(self, start: int, end: int, traffic: Traffic) -> float:
-        """Seconds until the tokens ``start`` to ``end`` of a prompt are computed."""
+    """Seconds that the tokens ``start`` to ``end`` of a prompt take to compute, the
+        steps' other work included, ``Traffic.wait_s`` not."""
         ...
 
     def load_s(self, dram_bytes: int, disk_bytes: int, traffic: Traffic) -> float:
-        """Seconds until that much KV is in the GPU."""
+        """Seconds until that much KV is in the GPU, behind ``Traffic.disk_bytes``."""
         ...
 
 
@@ -123,7 +122,7 @@ class LoadSample:
     Attributes:
         dram_bytes: that came from the pool.
         disk_bytes: that were read from files.
-        ahead_bytes: ``Traffic.disk_bytes`` when it began.
+        ahead_bytes: ``Traffic.disk_bytes`` when it was submitted.
         seconds: from submission to its end.
     """
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning a few prices from a stream of bills: what the online estimate is made of."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+from scipy.optimize import nnls
+
+TRUST = 8
+"""Samples after which an estimate is believed enough to call a sample an outlier."""
+
+OUTLIER = 3.0
+"""Factor beyond which a sample that contradicts the estimate counts as this factor."""
+
+
+class Prices:
+    """Non-negative prices per unit, fitted to the totals of samples.
+
+    A sample is a list of amounts and their total; the fit minimises the relative errors of
+    recent samples (least squares with exponential forgetting; NNLS, Lawson and Hanson 1974).
+    The prior counts as a fraction of one sample for each price, which keeps apart what the
+    samples cannot tell apart.
+    """
+
+    def __init__(self, prior: Sequence[float], memory: float, weight: float = 0.05) -> None:
+        """Args:
+        prior: a price for each unit, above 0.
+        memory: samples after which an old one has lost two thirds of its weight.
+        weight: of the prior, in samples.
+        """
+        self._scale = np.asarray(prior, dtype=float)
+        size = len(self._scale)
+        self._prior = weight * np.eye(size)
+        self._gram = np.zeros((size, size))
+        self._moments = np.zeros(size)
+        self._keep = 1.0 - 1.0 / memory
+        self._prices = self._scale.copy()
+        self.samples = 0
+
+    @property
+    def prices(self) -> Sequence[float]:
+        """One for each unit."""
+        return [float(price) for price in self._prices]
+
+    def total(self, amounts: Sequence[float]) -> float:
+        """What the amounts cost."""
+        return float(np.dot(self._prices, amounts))
+
+    def add(self, amounts: Sequence[float], total: float) -> None:
+        """Learn that the amounts cost so much. One outlier moves little."""
+        expected = self.total(amounts)
+        if self.samples >= TRUST:
+            total = min(max(total, expected / OUTLIER), expected * OUTLIER)
+        self.samples += 1
+        weight = 1.0 / max(total, expected, 1e-9) ** 2
+        row = np.asarray(amounts, dtype=float) * self._scale
+        self._gram = self._keep * self._gram + weight * np.outer(row, row)
+        self._moments = self._keep * self._moments + weight * total * row
+        self._solve()
+
+    def _solve(self) -> None:
+        lower = np.linalg.cholesky(self._gram + self._prior)
+        target = np.linalg.solve(lower, self._moments + self._prior.sum(axis=1))
+        found, _ = nnls(lower.T, target)
+        self._prices = found * self._scale
+
+
+class Level:
+    """How much dearer everything has become: the median of recent ratios of total to estimate.
+
+    It follows a machine that changes within a few samples, ignores single ones, and stays where
+    it is while the ratios scatter about it.
+    """
+
+    def __init__(self, *, window: int = 9, band: float = 0.1, step: float = 4.0) -> None:
+        """Args:
+        window: ratios remembered.
+        band: relative change below which nothing changes.
+        step: factor by which it changes at most at once.
+        """
+        self._ratios: deque[float] = deque(maxlen=window)
+        self._band = math.log1p(band)
+        self._step = math.log(step)
+        self.factor = 1.0
+
+    def add(self, ratio: float) -> bool:
+        """Take in a ratio of what something cost to its price at level 1; whether it changed."""
+        self._ratios.append(math.log(min(max(ratio, 1e-6), 1e6)))
+        if len(self._ratios) < 3:
+            return False
+        change = median(list(self._ratios)[-3:]) - math.log(self.factor)
+        lasting = median(self._ratios) - math.log(self.factor)
+        # Three in a row decide when they agree that much has changed, else the whole window.
+        move = change if abs(change) > math.log(1.5) else lasting
+        if abs(move) <= self._band:
+            return False
+        self.factor *= math.exp(min(max(move, -self._step), self._step))
+        return True

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision itself: how much of a hit to load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pykvcache.gate.terms import Decision, Estimate, Offer, Reach, Reason, Traffic
+
+MARGIN = 0.05
+"""Share of the time to recompute that a load must save: about the error of an estimate, below
+which a load only costs the disk and the pool something."""
+
+STORE_MARGIN = -0.5
+"""For stores, which are for ever after: nothing is stored only where the best load would take
+half as long again as recomputing."""
+
+
+def decide(
+    estimate: Estimate, offer: Offer, traffic: Traffic, margin: float = MARGIN
+) -> Decision:
+    """Choose the end of the load with the least predicted time to the first token.
+
+    With D tokens in the prompt, L in the GPU, and P of which the rest can be loaded, it is loaded
+    up to the best P' in ``offer.reaches`` if g(P' - L) + c(P', D) < c(L, D), by the margin, where
+    g is the time of the load and c of the computation (paper, section 4.1, with c for its f to
+    count what a context costs). What the engine computes before this request hides the load, and
+    delays it either way (section 8.3).
+
+    Args:
+        estimate: of g and c on this machine as it is now.
+        offer: at least one reach.
+        traffic: of others.
+        margin: share of c(L, D) that a load must save.
+    """
+    recompute_s = traffic.wait_s + estimate.compute_s(
+        offer.cached_tokens, offer.prompt_tokens, traffic
+    )
+    most_s = recompute_s - margin * (recompute_s - traffic.wait_s)
+    best: Reach | None = None
+    best_s = recompute_s
+    whole_s = recompute_s
+    for reach in offer.reaches:
+        whole_s = _with_load_s(estimate, offer, reach, traffic)
+        # Of equal ones the longest: it leaves the GPU to others.
+        if whole_s < most_s and (best is None or whole_s <= best_s):
+            best, best_s = reach, whole_s
+    if best is None:
+        reason = _why_nothing(estimate, offer, traffic, margin)
+        return Decision(offer.cached_tokens, reason, recompute_s, recompute_s, whole_s)
+    reason = None if best is offer.reaches[-1] else Reason.PARTIAL
+    return Decision(best.tokens, reason, best_s, recompute_s, whole_s)
+
+
+def _with_load_s(estimate: Estimate, offer: Offer, reach: Reach, traffic: Traffic) -> float:
+    load_s = estimate.load_s(reach.dram_bytes, reach.disk_bytes, traffic)
+    if traffic.wait_s:
+        # Reading is hidden; the copy from the pool to the GPU begins when the request runs.
+        staged = reach.dram_bytes + reach.disk_bytes
+        copy_s = estimate.load_s(staged, 0, traffic)
+        load_s = max(load_s, traffic.wait_s + min(copy_s, load_s))
+    return load_s + estimate.compute_s(reach.tokens, offer.prompt_tokens, traffic)
+
+
+def _why_nothing(estimate: Estimate, offer: Offer, traffic: Traffic, margin: float) -> Reason:
+    if traffic.disk_bytes:
+        alone = decide(estimate, offer, replace(traffic, disk_bytes=0), margin)
+        if alone.tokens > offer.cached_tokens:
+            return Reason.BUSY
+    return Reason.SLOWER
+
+
+def could_pass(estimate: Estimate, tokens_max: int, bytes_per_token: float, *, dram: bool) -> bool:
+    """Whether any prompt of at most ``tokens_max`` tokens could be worth a load.
+
+    The longest prefix is the best case, since every token costs more to compute than the one
+    before and the same to load; what of it the GPU may hold already is tried in eighths.
+
+    Args:
+        estimate: of this machine.
+        tokens_max: the model's limit.
+        bytes_per_token: of KV.
+        dram: whether the pool keeps chunks after their transfer.
+    """
+    for eighth in range(8):
+        cached = tokens_max * eighth // 8
+        size = int((tokens_max - cached) * bytes_per_token)
+        reach = Reach(tokens_max, size if dram else 0, 0 if dram else size)
+        offer = Offer(tokens_max, cached, (reach,))
+        if decide(estimate, offer, Traffic(), STORE_MARGIN).tokens > cached:
+            return True
+    return False
