@@ -16,9 +16,7 @@ STORE_MARGIN = -0.5
 half as long again as recomputing."""
 
 
-def decide(
-    estimate: Estimate, offer: Offer, traffic: Traffic, margin: float = MARGIN
-) -> Decision:
+def decide(estimate: Estimate, offer: Offer, traffic: Traffic, margin: float = MARGIN) -> Decision:
     """Choose the end of the load with the least predicted time to the first token.
 
     With D tokens in the prompt, L in the GPU, and P of which the rest can be loaded, it is loaded

@@ -89,7 +89,7 @@ class Estimate(Protocol):
     """What work takes on this machine, as far as is known."""
 
     def compute_s(self, start: int, end: int, traffic: Traffic) -> float:
-    """Seconds that the tokens ``start`` to ``end`` of a prompt take to compute, the
+        """Seconds that the tokens ``start`` to ``end`` of a prompt take to compute, the
         steps' other work included, ``Traffic.wait_s`` not."""
         ...
 

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine takes for its work, learned while it serves.
+
+It starts from a prior that loads long prefixes, or from a calibration, and follows what steps
+and loads take: prices per unit that change slowly, times a level that follows a machine which
+becomes slower or faster as a whole (a GPU or a disk that others use too).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from pykvcache.gate.fit import TRUST, Level, Prices
+from pykvcache.gate.terms import LoadSample, StepSample, Traffic
+
+DISK_PRIOR = 4e9
+"""Bytes per second expected of a disk nothing was loaded from yet: an NVMe drive. Too high is
+put right by the first loads; too low would let none happen."""
+
+DRAM_PRIOR = 20e9
+"""Likewise for the copy from the pool to the GPU."""
+
+LOAD_PRIOR_S = 0.005
+"""Seconds a load takes beside its bytes: two steps of the engine, opening files."""
+
+TOKENS_PRIOR = 1024
+"""Tokens from which on a prefix is loaded while nothing is known: four chunks."""
+
+STEP_TOKENS_PRIOR = 2048
+"""Prompt tokens in a step until more are seen; vLLM's ``max_num_batched_tokens``."""
+
+STEPS_REMEMBERED = 128.0
+LOADS_REMEMBERED = 32.0
+
+PREFILL_MIN = 32
+"""Prompt tokens from which on a step teaches what a prompt costs; below it decodes."""
+
+PROBE_MIN_S = 10.0
+"""Seconds without a read after which a declined load is tried with its first chunk."""
+
+PROBE_MAX_S = 300.0
+"""The longest such time; it doubles as long as probes find what was expected."""
+
+SURPRISE = 1.5
+"""Factor by which a load must differ from what was expected to be looked at again soon."""
+
+
+class Measured(Protocol):
+    """A calibration of this machine."""
+
+    def compute_s(self, start: int, end: int) -> float:
+        """Seconds to compute the tokens ``start`` to ``end`` in an idle engine."""
+        ...
+
+    def load_s(self, tier: str, size: int) -> float:
+        """Seconds to load so many bytes from ``dram`` or ``disk`` in an idle engine."""
+        ...
+
+
+class OnlineEstimate:
+    """An :class:`~pykvcache.gate.terms.Estimate` that learns."""
+
+    def __init__(self, bytes_per_token: float, calibration: Measured | None = None) -> None:
+        """Args:
+        bytes_per_token: of KV in each rank's files.
+        calibration: its curves stand for the shape of what is learned.
+        """
+        self._calibration = calibration
+        token_load_s = bytes_per_token / DISK_PRIOR
+        # Twice what loading a token takes, and for all of the first tokens together as much
+        # as the fixed part of a load: worth it from TOKENS_PRIOR on.
+        token_s = token_load_s + LOAD_PRIOR_S / TOKENS_PRIOR
+        self._prefill = Prices([token_s / 10, token_s, token_s / 1e5], STEPS_REMEMBERED)
+        self._compute_level = Level()
+        self._decode = Prices([token_s, token_s], STEPS_REMEMBERED)
+        self._loads = Prices([LOAD_PRIOR_S, 1 / DISK_PRIOR, 1 / DRAM_PRIOR], LOADS_REMEMBERED)
+        self._levels = {"disk": Level(band=0.15), "dram": Level(band=0.15)}
+        self._step_tokens = STEP_TOKENS_PRIOR
+        self._has_seen_step = False
+        self._probe_s = PROBE_MIN_S
+        self._disk_seen_at = -math.inf
+
+    # --- what work takes
+
+    def compute_s(self, start: int, end: int, traffic: Traffic) -> float:
+        """Seconds that the tokens ``start`` to ``end`` take to compute."""
+        tokens = max(0, end - start)
+        if not tokens:
+            return 0.0
+        steps = math.ceil(tokens / self._step_tokens)
+        step_s, token_s, context_s = self._prefill.prices
+        if self._calibration is not None:
+            own_s = self._calibration.compute_s(start, end)
+        else:
+            own_s = steps * step_s + tokens * token_s + _contexts(start, tokens) * context_s
+        decodes_s = steps * traffic.decodes * self._decode.prices[1]
+        return own_s * self._compute_level.factor + decodes_s
+
+    def load_s(self, dram_bytes: int, disk_bytes: int, traffic: Traffic) -> float:
+        """Seconds until that much KV is in the GPU, behind the traffic's reads."""
+        ahead = traffic.disk_bytes if disk_bytes else 0
+        fixed_s, disk_s, dram_s = self._load_parts(dram_bytes, disk_bytes, ahead)
+        return fixed_s + disk_s * self._levels["disk"].factor + dram_s * self._levels["dram"].factor
+
+    def _load_parts(self, dram: int, disk: int, ahead: int) -> tuple[float, float, float]:
+        """The fixed part and each tier's, at level 1."""
+        fixed_s, disk_price, dram_price = self._loads.prices
+        if self._calibration is None:
+            return fixed_s, (ahead + disk) * disk_price, dram * dram_price
+        disk_s = self._calibration.load_s("disk", ahead + disk) if ahead + disk else 0.0
+        return 0.0, disk_s, self._calibration.load_s("dram", dram) if dram else 0.0
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Of long reads, as of now."""
+        size = 1 << 30
+        return size / max(
+            self.load_s(0, 2 * size, Traffic()) - self.load_s(0, size, Traffic()), 1e-9
+        )
+
+    # --- what is learned
+
+    def observe_step(self, sample: StepSample) -> None:
+        """Learn from a step that computed something."""
+        if sample.seconds <= 0 or not sample.tokens + sample.decodes:
+            return
+        if sample.tokens < PREFILL_MIN:
+            if sample.decodes:
+                self._decode.add([1.0, float(sample.decodes)], sample.seconds)
+            return
+        self._step_tokens = max(self._step_tokens, sample.tokens)
+        # Beside a prompt a decode costs what it costs more than nothing.
+        seconds = sample.seconds - sample.decodes * self._decode.prices[1]
+        seconds = max(seconds, sample.seconds / 2)
+        amounts = [1.0, float(sample.tokens), float(sample.token_contexts)]
+        if self._calibration is not None:
+            context = sample.token_contexts // sample.tokens
+            start = max(0, context - sample.tokens // 2)
+            expected = self._calibration.compute_s(start, start + sample.tokens)
+            self._compute_level.add(seconds / max(expected, 1e-9))
+        elif self._prefill.samples >= TRUST:
+            self._compute_level.add(seconds / max(self._prefill.total(amounts), 1e-9))
+        self._prefill.add(amounts, seconds / self._compute_level.factor)
+
+    def observe_load(self, sample: LoadSample, now: float) -> None:
+        """Learn from a load.
+
+        Args:
+            sample: the load.
+            now: seconds, never less than before.
+        """
+        if sample.seconds <= 0 or not sample.dram_bytes + sample.disk_bytes:
+            return
+        tier = "disk" if sample.disk_bytes else "dram"
+        ahead = sample.ahead_bytes if sample.disk_bytes else 0
+        fixed_s, disk_s, dram_s = self._load_parts(sample.dram_bytes, sample.disk_bytes, ahead)
+        level = self._levels[tier]
+        expected = self.load_s(sample.dram_bytes, sample.disk_bytes, Traffic(disk_bytes=ahead))
+        if tier == "disk":
+            self._note_disk(sample.seconds / max(expected, 1e-9), now)
+        if self._calibration is not None or self._loads.samples >= TRUST:
+            own_s, other_s = (disk_s, dram_s) if tier == "disk" else (dram_s, disk_s)
+            rest_s = fixed_s + other_s
+            # What the tier's own part took, as far as the rest leaves something of it.
+            own = max(sample.seconds - rest_s, 0.1 * sample.seconds)
+            level.add(own / max(own_s, 1e-9))
+        amounts = [1.0, float(ahead + sample.disk_bytes), float(sample.dram_bytes)]
+        self._loads.add(amounts, sample.seconds / level.factor)
+
+    def _note_disk(self, ratio: float, now: float) -> None:
+        self._disk_seen_at = now
+        if 1 / SURPRISE < ratio < SURPRISE:
+            self._probe_s = min(2 * self._probe_s, PROBE_MAX_S)
+        else:
+            self._probe_s = PROBE_MIN_S
+
+    def wants_probe(self, now: float) -> bool:
+        """Whether nothing was read for so long that the disk may be another by now."""
+        return now - self._disk_seen_at >= self._probe_s
+
+    def summary(self) -> dict[str, float]:
+        """The prices, for logs: seconds and bytes per second, levels as factors."""
+        step_s, token_s, context_s = self._prefill.prices
+        return {
+            "step_s": step_s,
+            "tokens_per_s": 1 / max(token_s, 1e-12),
+            "context_s": context_s,
+            "compute_level": self._compute_level.factor,
+            "disk_bytes_per_s": self.disk_bytes_per_s,
+            "disk_level": self._levels["disk"].factor,
+            "dram_level": self._levels["dram"].factor,
+        }
+
+
+def _contexts(start: int, tokens: int) -> float:
+    """Sum over the tokens from ``start`` on of the tokens before each."""
+    return tokens * start + tokens * (tokens - 1) / 2
