@@ -24,6 +24,9 @@ DRAM_PRIOR = 20e9
 LOAD_PRIOR_S = 0.005
 """Seconds a load takes beside its bytes: two steps of the engine, opening files."""
 
+STEP_PRIOR_S = 0.002
+"""Seconds a step takes beside its tokens."""
+
 TOKENS_PRIOR = 1024
 """Tokens from which on a prefix is loaded while nothing is known: four chunks."""
 
@@ -71,9 +74,11 @@ class OnlineEstimate:
         # Twice what loading a token takes, and for all of the first tokens together as much
         # as the fixed part of a load: worth it from TOKENS_PRIOR on.
         token_s = token_load_s + LOAD_PRIOR_S / TOKENS_PRIOR
-        self._prefill = Prices([token_s / 10, token_s, token_s / 1e5], STEPS_REMEMBERED)
+        self._prefill = Prices(
+            [STEP_PRIOR_S, token_s, token_s / 3e4], STEPS_REMEMBERED, proportional=True
+        )
         self._compute_level = Level()
-        self._decode = Prices([token_s, token_s], STEPS_REMEMBERED)
+        self._decode = Prices([STEP_PRIOR_S, token_s], STEPS_REMEMBERED)
         self._loads = Prices([LOAD_PRIOR_S, 1 / DISK_PRIOR, 1 / DRAM_PRIOR], LOADS_REMEMBERED)
         self._levels = {"disk": Level(band=0.15), "dram": Level(band=0.15)}
         self._step_tokens = STEP_TOKENS_PRIOR

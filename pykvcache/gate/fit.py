@@ -18,7 +18,7 @@ SOLVE_EVERY = 8
 """Samples after which the prices are worked out again, once trusted: it takes 0.1 ms, and an
 engine's steps come every few milliseconds."""
 
-OUTLIER = 3.0
+OUTLIER = 2.0
 """Factor beyond which a sample that contradicts the estimate counts as this factor."""
 
 
@@ -27,22 +27,31 @@ class Prices:
 
     A sample is a list of amounts and their total; the fit minimises the relative errors of
     recent samples (least squares with exponential forgetting; NNLS, Lawson and Hanson 1974).
-    The prior counts as a fraction of one sample for each price, which keeps apart what the
-    samples cannot tell apart.
+    The prior counts little: it keeps apart what the samples cannot tell apart.
     """
 
-    def __init__(self, prior: Sequence[float], memory: float, weight: float = 0.05) -> None:
+    def __init__(
+        self,
+        prior: Sequence[float],
+        memory: float,
+        *,
+        proportional: bool = False,
+        weight: float = 1e-3,
+    ) -> None:
         """Args:
         prior: a price for each unit, above 0.
         memory: samples after which an old one has lost two thirds of its weight.
-        weight: of the prior, in samples.
+        proportional: the first sample says how far all prices are from the prior, instead of
+            the one that makes up most of it.
+        weight: of the prior, in samples: a price that is wrong by its own size is one of them.
         """
-        self._scale = np.asarray(prior, dtype=float)
+        self._scale = np.array(prior, dtype=float)
         size = len(self._scale)
         self._prior = weight * np.eye(size)
         self._gram = np.zeros((size, size))
         self._moments = np.zeros(size)
         self._keep = 1.0 - 1.0 / memory
+        self._proportional = proportional
         self._prices = self._scale.copy()
         self.samples = 0
 
@@ -57,6 +66,8 @@ class Prices:
 
     def add(self, amounts: Sequence[float], total: float) -> None:
         """Learn that the amounts cost so much. One outlier moves little."""
+        if not self.samples:
+            self._rescale(amounts, total)
         expected = self.total(amounts)
         if self.samples >= TRUST:
             total = min(max(total, expected / OUTLIER), expected * OUTLIER)
@@ -67,6 +78,14 @@ class Prices:
         self._moments = self._keep * self._moments + weight * total * row
         if self.samples <= TRUST or self.samples % SOLVE_EVERY == 0:
             self._solve()
+
+    def _rescale(self, amounts: Sequence[float], total: float) -> None:
+        """Take over the size of the first sample: only what tells prices apart is the prior's."""
+        parts = self._prices * np.asarray(amounts, dtype=float)
+        chosen = np.ones(len(parts), dtype=bool) if self._proportional else parts == parts.max()
+        factor = max(total - parts[~chosen].sum(), total / 2) / max(parts[chosen].sum(), 1e-12)
+        self._scale[chosen] *= max(factor, 1e-6)
+        self._prices = self._scale.copy()
 
     def _solve(self) -> None:
         lower = np.linalg.cholesky(self._gram + self._prior)
@@ -98,11 +117,15 @@ class Level:
         self._ratios.append(math.log(min(max(ratio, 1e-6), 1e6)))
         if len(self._ratios) < 3:
             return False
-        change = median(list(self._ratios)[-3:]) - math.log(self.factor)
-        lasting = median(self._ratios) - math.log(self.factor)
-        # Three in a row decide when they agree that much has changed, else the whole window.
-        move = change if abs(change) > math.log(1.5) else lasting
-        if abs(move) <= self._band:
-            return False
-        self.factor *= math.exp(min(max(move, -self._step), self._step))
+        level = math.log(self.factor)
+        change = median(list(self._ratios)[-3:]) - level
+        if abs(change) > math.log(1.5):
+            # Three in a row agree that much has changed: those before are of another machine.
+            while len(self._ratios) > 3:
+                self._ratios.popleft()
+        else:
+            change = median(self._ratios) - level
+            if abs(change) <= self._band:
+                return False
+        self.factor *= math.exp(min(max(change, -self._step), self._step))
         return True

@@ -44,8 +44,8 @@ def decide(estimate: Estimate, offer: Offer, traffic: Traffic, margin: float = M
         if whole_s < most_s and (best is None or whole_s <= best_s):
             best, best_s = reach, whole_s
     if best is None:
-        reason = _why_nothing(estimate, offer, traffic, margin)
-        return Decision(offer.cached_tokens, reason, recompute_s, recompute_s, whole_s)
+        why = _why_nothing(estimate, offer, traffic, margin)
+        return Decision(offer.cached_tokens, why, recompute_s, recompute_s, whole_s)
     reason = None if best is offer.reaches[-1] else Reason.PARTIAL
     return Decision(best.tokens, reason, best_s, recompute_s, whole_s)
 
