@@ -101,7 +101,7 @@ class Level:
     it is while the ratios scatter about it.
     """
 
-    def __init__(self, *, window: int = 9, band: float = 0.1, step: float = 4.0) -> None:
+    def __init__(self, *, window: int = 15, band: float = 0.1, step: float = 4.0) -> None:
         """Args:
         window: ratios remembered.
         band: relative change below which nothing changes.
