@@ -65,7 +65,7 @@ def test_learns_the_prices_of_a_machine(machine, seed):
     served.loads(40)
     for start, end in [(0, 1024), (0, 2048), (16_384, 18_000)]:
         truth = machine.compute_s(start, end, IDLE)
-        assert served.estimate.compute_s(start, end, IDLE) == pytest.approx(truth, rel=0.15)
+        assert served.estimate.compute_s(start, end, IDLE) == pytest.approx(truth, rel=0.2)
     for tokens in (1024, 8192, 16_384):
         truth = machine.load_s(0, tokens * TOKEN_BYTES, IDLE)
         found = served.estimate.load_s(0, tokens * TOKEN_BYTES, IDLE)
