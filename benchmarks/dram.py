@@ -104,7 +104,7 @@ def ask(server: Server, prompt: list[int], samples: Samples) -> None:
 
 def measure(server: Server, root: Path, rounds: int, progress: Progress) -> dict[str, Any]:
     """All prompts in turn, so many times."""
-    prompts = Prompts(server.options.model)
+    prompts = Prompts(Path(server.options.model))
     asked = [prompts.of(PROMPT_TOKENS, FIRST_SEED + number) for number in range(PROMPTS)]
     task = progress.add_task("computing the prompts", total=len(asked))
     for prompt in asked:
