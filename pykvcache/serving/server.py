@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 
@@ -232,6 +232,12 @@ class Server:
     def metrics(self) -> Metrics:
         """Read /metrics now."""
         return Metrics.parse(self._client.get("/metrics").raise_for_status().text)
+
+    def configuration(self) -> Mapping[str, Any]:
+        """vLLM's configuration as JSON (needs VLLM_SERVER_DEV_MODE=1)."""
+        reply = self._client.get("/server_info", params={"config_format": "json"})
+        found: Mapping[str, Any] = reply.raise_for_status().json()["vllm_config"]
+        return found
 
     def reset_prefix_cache(self) -> None:
         """Forget every block in memory (needs VLLM_SERVER_DEV_MODE=1); the files stay."""
