@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from pykvcache.commands import content, doctor, trace, transport, upkeep, verify
+from pykvcache.commands import calibrate, content, doctor, trace, transport, upkeep, verify
 from pykvcache.errors import ConfigError
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ for command in (
 ):
     app.command()(command)
 app.command("import")(transport.import_)
+app.command(context_settings=calibrate.CONTEXT)(calibrate.calibrate)
 
 
 @app.callback()

@@ -176,7 +176,7 @@ class CalibrationFile(_Part):
     """The file's content; ``f`` holds medians of the time to compute a whole prompt, ``error``
     how far the predictions are from the measured c(a, b), see docs/calibration.md."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
     fingerprint: Fingerprint
     versions: dict[str, str]
     date: AwareDatetime
