@@ -199,6 +199,7 @@ class _Monotone:
     beyond the last point straight on with its slope there."""
 
     def __init__(self, places: Sequence[float], values: Sequence[float]) -> None:
+        values = [round(value, 12) for value in values]  # a picosecond's slope would overflow
         self._inside = PchipInterpolator(places, values)
         self._last, self._value = float(places[-1]), float(values[-1])
         secant = (values[-1] - values[-2]) / (places[-1] - places[-2])
