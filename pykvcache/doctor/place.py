@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pykvcache.capacity.record import Record
 from pykvcache.config import Config
 from pykvcache.doctor.findings import Finding, fail, ok, warn
 from pykvcache.errors import ConfigError
+from pykvcache.machine import mount_of
 from pykvcache.reactor.probe import choose_direct, choose_engine
 from pykvcache.sizes import format_bytes
 
@@ -35,7 +35,8 @@ def check_place(config: Config, mounts: Path = Path("/proc/self/mountinfo")) -> 
         yield ok("root", str(root))
     else:
         yield ok("root", f"{root} is not there yet; a server makes it in {existing}")
-    yield filesystem_finding(_filesystem_of(existing, mounts))
+    mount = mount_of(existing, mounts)
+    yield filesystem_finding(mount.filesystem if mount else None)
     yield from _try_to_store(config, existing)
     yield _lock_finding(existing)
     yield _space_finding(config, existing)
@@ -132,19 +133,3 @@ def _space_finding(config: Config, existing: Path) -> Finding:
         found,
         f"nothing is stored: free some space, or lower free_space_min ({config.free_space_min})",
     )
-
-
-def _filesystem_of(path: Path, mounts: Path) -> str | None:
-    """The type in proc_pid_mountinfo(5) of the mount with the path's device; None if unknown."""
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return None
-    kinds = [
-        line.split(" - ", 1)[1].split()[0]
-        for line in lines
-        if " - " in line and line.split()[2] == wanted
-    ]
-    return kinds[-1] if kinds else None
