@@ -113,7 +113,7 @@ def _bandwidth(figure: Figure, calibration: Calibration, tiers: list[Tier]) -> N
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: _rate(value))
     axes.yaxis.set_minor_formatter("")
-    axes.set_ylabel("of KV for each rank")
+    axes.set_ylabel("bandwidth of KV, each rank")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     _token_axis(axes)

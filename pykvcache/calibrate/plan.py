@@ -30,7 +30,7 @@ class Effort:
     context_repeats: int
 
 
-QUICK = Effort(tokens_max=2048 + TAIL_TOKENS, per_octave=1, repeats=2, context_repeats=1)
+QUICK = Effort(tokens_max=2048 + TAIL_TOKENS, per_octave=1, repeats=3, context_repeats=2)
 """Under 10 minutes where a core computes 100 tokens a second."""
 
 FULL = Effort(tokens_max=0, per_octave=2, repeats=3, context_repeats=2)

@@ -196,15 +196,23 @@ class CalibrationFile(_Part):
 
 class _Monotone:
     """PCHIP through points (Fritsch and Butland 1984), which is monotone where they are;
-    beyond the last point straight on with its slope there."""
+    beyond the last point straight on."""
 
-    def __init__(self, places: Sequence[float], values: Sequence[float]) -> None:
+    def __init__(
+        self, places: Sequence[float], values: Sequence[float], slope: float | None = None
+    ) -> None:
+        """Args:
+        places: ascending, at least two.
+        values: that do not fall.
+        slope: beyond the last point; None for that at it.
+        """
         values = [round(value, 12) for value in values]  # a picosecond's slope would overflow
         self._inside = PchipInterpolator(places, values)
         self._last, self._value = float(places[-1]), float(values[-1])
         secant = (values[-1] - values[-2]) / (places[-1] - places[-2])
         # No gentler than the last piece: a longer context never makes a token cheaper.
-        self.slope = max(float(self._inside.derivative()(self._last)), secant)
+        last = max(float(self._inside.derivative()(self._last)), secant)
+        self.slope = last if slope is None else slope
 
     def __call__(self, place: float) -> float:
         if place >= self._last:
@@ -265,19 +273,21 @@ class Calibration:
         return max(0.0, self._loads.get(tier, self._loads["disk"])(size))
 
     def bandwidth(self, tier: str) -> float:
-        """Bytes per second for each rank, of loads longer than those measured."""
+        """Bytes per second for each rank, of the longest load measured."""
         slope = self._loads.get(tier, self._loads["disk"]).slope
         return 1 / max(slope, 1e-15)
 
 
 def _load_curve(curve: TierCurve) -> _Monotone:
-    """With what a load takes beside its bytes at 0: straight back from the first points."""
+    """With what a load takes beside its bytes at 0: straight back from the first points. Beyond
+    the last it goes on at the bandwidth of that load, since between two loads of nearly the same
+    time the slope is noise."""
     sizes, seconds = curve.bytes, curve.seconds
     fixed_s = 0.0
     if len(sizes) > 1:
         slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
         fixed_s = min(max(0.0, seconds[0] - sizes[0] * slope), seconds[0])
-    return _Monotone((0, *sizes), (fixed_s, *seconds))
+    return _Monotone((0, *sizes), (fixed_s, *seconds), seconds[-1] / sizes[-1])
 
 
 # --- files

@@ -126,8 +126,8 @@ def test_beyond_the_last_point_it_goes_straight_on() -> None:
     per_256 = calibration.compute_s(0, 768) - last
     assert per_256 >= 0.6
     assert calibration.compute_s(0, 1024) - last == pytest.approx(2 * per_256)
-    assert calibration.load_s("disk", 12_000) == pytest.approx(1.3)
-    assert calibration.bandwidth("disk") == pytest.approx(1000 / 0.1)
+    assert calibration.load_s("disk", 12_000) == pytest.approx(0.3 + 10_000 * 0.3 / 2000)
+    assert calibration.bandwidth("disk") == pytest.approx(2000 / 0.3)
 
 
 def test_a_load_has_a_part_beside_its_bytes() -> None:
