@@ -30,10 +30,10 @@ class Effort:
     context_repeats: int
 
 
-QUICK = Effort(tokens_max=2048 + TAIL_TOKENS, per_octave=1, repeats=3, context_repeats=2)
+QUICK = Effort(tokens_max=2048 + TAIL_TOKENS, per_octave=1, repeats=3, context_repeats=3)
 """Under 10 minutes where a core computes 100 tokens a second."""
 
-FULL = Effort(tokens_max=0, per_octave=2, repeats=3, context_repeats=2)
+FULL = Effort(tokens_max=0, per_octave=2, repeats=3, context_repeats=3)
 
 
 @dataclass(frozen=True, slots=True)
