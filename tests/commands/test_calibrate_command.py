@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import pykvcache.serving.server
 from pykvcache.cli import app
 from pykvcache.errors import ConfigError
 from pykvcache.gate.calibration import read_calibration
-from tests.calibrate.fake_serving import Fleet
+from pykvcache.serving.answers import Completion
+from tests.calibrate.fake_serving import FakeServer, Fleet
 
 
 @pytest.fixture
@@ -62,6 +64,26 @@ def test_a_csv_file_is_taken(fleet: Fleet, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments(tmp_path, "--from-csv", str(table), "--no-picture"))
     assert done.exit_code == 0, done.output
     assert "272" in done.stdout
+
+
+def test_interrupted_it_says_how_to_go_on(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = FakeServer.complete
+
+    def interrupt(server: FakeServer, prompt: Sequence[int], max_tokens: int = 16) -> Completion:
+        if len(prompt) == 1040:
+            raise KeyboardInterrupt
+        return complete(server, prompt, max_tokens)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeServer, "complete", interrupt)
+        done = CliRunner().invoke(app, arguments(tmp_path, "--no-picture"))
+    assert done.exit_code == 1
+    assert "interrupted: 2 measurements are kept in" in done.stderr
+    again = CliRunner().invoke(app, arguments(tmp_path, "--no-picture"))
+    assert again.exit_code == 0, again.output
+    assert len(list((tmp_path / "calibrations").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
