@@ -8,6 +8,7 @@ and a directory that somebody else could change is refused.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from dataclasses import dataclass
@@ -80,10 +81,60 @@ def make_directories(directory: Path, root: Path, access: Access) -> None:
             raise ConfigError(f"option 'root' is '{root}', but '{level}' {refusal}")
 
 
+def access_like(directory: Path) -> Access:
+    """The modes of what others have to open too, from the directory it is made in: whoever may
+    write there could replace it anyway. So commands need not know the servers' options.
+
+    Raises:
+        OSError: the directory is not there.
+    """
+    shared = os.stat(directory).st_mode & stat.S_IWGRP
+    return Access(0o660, 0o770, is_shared=True) if shared else PRIVATE
+
+
+def open_like(path: Path, flags: int) -> int:
+    """Open a file, made if it is missing, with the mode of :func:`access_like`.
+
+    Args:
+        path: of the file; a symbolic link is not followed.
+        flags: of open(2).
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: it cannot be made or opened.
+    """
+    mode = access_like(path.parent).file_mode
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    found = os.fstat(descriptor)
+    # The umask of a command is rarely one that leaves a group its permissions.
+    if found.st_uid == os.geteuid() and mode & ~found.st_mode:
+        with contextlib.suppress(OSError):
+            os.fchmod(descriptor, stat.S_IMODE(found.st_mode) | mode)
+    return descriptor
+
+
+def make_like(directory: Path) -> None:
+    """Make a directory if it is missing, with the mode of :func:`access_like`.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    mode = access_like(directory.parent).directory_mode
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=mode)
+        made = stat.S_IMODE(os.stat(directory).st_mode)
+        directory.chmod(made | mode)  # keeps what is inherited, as the set-group-ID bit
+
+
 def _refusal(level: Path, *, is_root: bool, access: Access) -> str | None:
     status = os.stat(level, follow_symlinks=is_root)
     if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link; inside the root there must be none"
+    if access.is_shared and not status.st_mode & stat.S_IWGRP:
+        mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+        return f"cannot be written by its group ({mode}), which option 'group_access' is for"
     if access.is_anyone_trusted:
         return None
     allowed = "unless option 'unsafe_root' is true"

@@ -252,7 +252,8 @@ class Keeper:
     def _touch_files(self) -> None:
         while self._touches and not self._stop.is_set():
             now_s, chunks = self._touches.popleft()
-            for key, depth in chunks:
+            # From the end: where only the present time can be set, the first is the newest too.
+            for key, depth in reversed(chunks):
                 self._touch_chunk(key, time_of_use(now_s, depth, self._touch_interval_s))
 
     def _touch_chunk(self, key: bytes, time_ns: int) -> None:
@@ -261,8 +262,8 @@ class Keeper:
         found = True
         for rank in self._ranks:
             try:
-                os.utime(rank.final(key), ns=(time_ns, time_ns), follow_symlinks=False)
-            except OSError:  # not stored, evicted, or another user's: nothing to keep
+                _set_time(rank.final(key), time_ns)
+            except OSError:  # not stored, or evicted: nothing to keep
                 found = False
         if found:
             self._touched[key] = time_ns
@@ -330,3 +331,11 @@ class Keeper:
                 format_bytes(done.excess),
                 format_bytes(done.usage.pinned),
             )
+
+
+def _set_time(path: str, time_ns: int) -> None:
+    """Of another user's file that a group shares, only the present can be set as its time."""
+    try:
+        os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
+    except PermissionError:
+        os.utime(path, follow_symlinks=False)

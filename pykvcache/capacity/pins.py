@@ -14,6 +14,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from pykvcache.access import make_like, open_like
+
 DIRECTORY = "pins"
 _LOCK_NAME = ".lock"
 
@@ -42,7 +44,7 @@ class Pins:
             OSError: the directory cannot be written.
         """
         with self.locked():
-            os.close(os.open(self._directory / key, os.O_WRONLY | os.O_CREAT, 0o600))
+            os.close(open_like(self._directory / key, os.O_WRONLY))
 
     def remove(self, key: str) -> bool:
         """Unpin a key (hex); False if it was not pinned.
@@ -63,9 +65,8 @@ class Pins:
         Raises:
             OSError: the directory cannot be written, or the filesystem has no locks.
         """
-        self._directory.mkdir(mode=0o700, exist_ok=True)
-        path = self._directory / _LOCK_NAME
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_like(self._directory)
+        descriptor = open_like(self._directory / _LOCK_NAME, os.O_RDWR)
         try:
             with contextlib.suppress(OSError):  # without locks the check alone must do
                 fcntl.flock(descriptor, fcntl.LOCK_EX)

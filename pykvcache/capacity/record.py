@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from pykvcache.access import open_like
 from pykvcache.capacity.budget import Usage
 
 FILE_NAME = ".capacity"
@@ -44,7 +45,7 @@ class Record:
         Raises:
             OSError: the file cannot be made or opened.
         """
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_like(self._path, os.O_RDWR)
         try:
             yield _lock(descriptor)
         finally:
@@ -65,7 +66,7 @@ class Record:
         """Replace the record; without effect where that fails, as it will be counted again."""
         text = json.dumps(dataclasses.asdict(usage)).encode().ljust(_RECORD_BYTES)
         with contextlib.suppress(OSError):
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = open_like(self._path, os.O_WRONLY)
             try:
                 os.pwrite(descriptor, text, 0)
             finally:
@@ -76,7 +77,7 @@ class Record:
         in the filesystem's free space."""
         with contextlib.suppress(OSError):
             path = self._root / NO_SPACE_NAME
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.close(open_like(path, os.O_WRONLY))
             os.utime(path)
 
     def no_space_at_ns(self) -> int:

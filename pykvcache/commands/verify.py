@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pykvcache.access import make_like
 from pykvcache.commands.roots import (
     Found,
     JsonOption,
@@ -143,7 +144,7 @@ def _set_aside(path: str, number: int, files_max: int) -> None:
     try:
         if files_max:
             target = quarantine_name(path, number % files_max)
-            os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+            make_like(Path(target).parent)
             os.replace(path, target)
         else:
             os.unlink(path)

@@ -30,6 +30,11 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+def open_to_the_group(root: Path) -> None:
+    for directory in (root, *root.rglob("*")):
+        directory.chmod(0o770)
+
+
 def test_everything_is_the_users_alone_unless_asked_for(umask: Callable[[int], int]) -> None:
     assert access_of(Config()) == PRIVATE == Access(0o600, 0o700, False, False)
     assert access_of(Config(unsafe_root=True)) == TRUSTING
@@ -67,6 +72,7 @@ def test_a_symbolic_link_inside_the_root_is_refused(tmp_path: Path, level: str) 
     root = tmp_path / "root"
     link = root / level
     make_directories(link.parent, root, PRIVATE)
+    open_to_the_group(root)
     link.symlink_to(elsewhere)
     for asked in (PRIVATE, SHARED, TRUSTING):
         with pytest.raises(ConfigError) as refused:
@@ -88,6 +94,7 @@ def test_the_root_itself_may_be_found_by_a_symbolic_link(tmp_path: Path) -> None
 def test_what_everyone_can_write_is_refused(tmp_path: Path, level: str) -> None:
     root = tmp_path / "root"
     make_directories(root / "model", root, PRIVATE)
+    open_to_the_group(root)
     (tmp_path / level).chmod(0o1777)
     for asked in (PRIVATE, SHARED):
         with pytest.raises(ConfigError) as refused:
@@ -104,6 +111,7 @@ def test_what_belongs_to_someone_else_is_refused(
 ) -> None:
     root = tmp_path / "root"
     make_directories(root, root, PRIVATE)
+    open_to_the_group(root)
     owner = os.geteuid()
     monkeypatch.setattr(access.os, "geteuid", lambda: owner + 1)
     with pytest.raises(ConfigError, match=rf"belongs to user {owner}; it must belong to this user"):
@@ -114,3 +122,18 @@ def test_what_belongs_to_someone_else_is_refused(
     monkeypatch.setattr(access.os, "getegid", lambda: -1)
     with pytest.raises(ConfigError, match="it must belong to this user, or a group of this user's"):
         make_directories(root, root, SHARED)
+
+
+@pytest.mark.parametrize("level", ["root", "root/model"])
+def test_what_a_group_cannot_write_is_refused_where_it_is_to(tmp_path: Path, level: str) -> None:
+    root = tmp_path / "root"
+    make_directories(root / "model", root, PRIVATE)
+    open_to_the_group(root)
+    (tmp_path / level).chmod(0o750)
+    with pytest.raises(ConfigError) as refused:
+        make_directories(root / "model", root, SHARED)
+    assert str(refused.value) == (
+        f"option 'root' is '{root}', but '{tmp_path / level}' cannot be written by its group "
+        "(mode 0750), which option 'group_access' is for"
+    )
+    make_directories(root / "model", root, PRIVATE)
