@@ -9,7 +9,6 @@ environment or parses an option.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from pydantic import (
 )
 
 from pykvcache.errors import ConfigError
+from pykvcache.option_errors import describe_errors, unknown_option
 from pykvcache.sizes import ACCEPTED, parse_size
 
 MIB = 1 << 20
@@ -147,6 +147,26 @@ class Config(BaseModel):
         gt=0,
         description="Seconds after which a chunk read ahead whose request has not run is like "
         "any other chunk in DRAM, and read no second time for that request.",
+    )
+    gate: Literal["auto", "always", "off"] = Field(
+        default="auto",
+        description="Whether a hit is loaded only where that is faster than computing ('auto', by "
+        "a calibration of this machine, else by what is learned while serving), or always; "
+        "'always' still counts what 'auto' would decline, 'off' measures nothing.",
+        json_schema_extra={"environment": True},
+    )
+    gate_path: str = Field(
+        default="",
+        description="File written by 'pykvcache calibrate'; empty: the one under the root that "
+        "fits this machine, model and settings, if there is one.",
+        json_schema_extra={"environment": True},
+    )
+    gate_margin: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Share of the time to compute that a load must save: about the error of an "
+        "estimate, below which loads only cost the disk something.",
     )
     dram_policy: Literal["auto", "none", "lru", "arc"] = Field(
         default="auto",
@@ -417,32 +437,13 @@ def parse_config(options: Mapping[str, Any], environment: Mapping[str, str] = os
                 f"option '{key}' does not apply to the pykvcache backend: {REPLACED_KEYS[key]}"
             )
         if key not in Config.model_fields:
-            raise ConfigError(_unknown_option(key))
+            raise ConfigError(unknown_option(key, Config.model_fields))
     from_environment = environment_options(environment)
     try:
         return Config(**{"root": default_root(environment), **from_environment, **own})
     except ValidationError as error:
-        raise ConfigError(_describe(error, set(own), from_environment)) from None
-
-
-def _unknown_option(key: str) -> str:
-    near = difflib.get_close_matches(key, Config.model_fields, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return (
-        f"unknown option '{key}': {hint}known options are {', '.join(sorted(Config.model_fields))}"
-    )
-
-
-def _describe(error: ValidationError, own: set[str], from_environment: Mapping[str, str]) -> str:
-    lines = []
-    for detail in error.errors():
-        if not detail["loc"]:  # a combination, which the message names itself
-            lines.append(detail["msg"].removeprefix("Value error, "))
-            continue
-        name = str(detail["loc"][0])
-        origin = f"option '{name}'"
-        if name in from_environment and name not in own:
-            origin += f" (from {ENVIRONMENT_PREFIX}{name.upper()})"
-        message = detail["msg"].removeprefix("Value error, ")
-        lines.append(f"{origin} is {detail['input']!r}: {message[0].lower()}{message[1:]}")
-    return "; ".join(lines)
+        origins = {
+            name: f" (from {ENVIRONMENT_PREFIX}{name.upper()})"
+            for name in from_environment.keys() - own.keys()
+        }
+        raise ConfigError(describe_errors(error, origins)) from None

@@ -82,7 +82,6 @@ class OnlineEstimate:
         self._loads = Prices([LOAD_PRIOR_S, 1 / DISK_PRIOR, 1 / DRAM_PRIOR], LOADS_REMEMBERED)
         self._levels = {"disk": Level(band=0.15), "dram": Level(band=0.15)}
         self._step_tokens = STEP_TOKENS_PRIOR
-        self._has_seen_step = False
         self._probe_s = PROBE_MIN_S
         self._disk_seen_at = -math.inf
 
@@ -183,6 +182,16 @@ class OnlineEstimate:
     def wants_probe(self, now: float) -> bool:
         """Whether nothing was read for so long that the disk may be another by now."""
         return now - self._disk_seen_at >= self._probe_s
+
+    def begin_probe(self, now: float) -> None:
+        """A load is tried; its sample says how soon the next one is due."""
+        self._disk_seen_at = now
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether it stands on more than the prior: on a calibration, or on samples of both."""
+        learned = min(self._prefill.samples, self._loads.samples) >= TRUST
+        return self._calibration is not None or learned
 
     def summary(self) -> dict[str, float]:
         """The prices, for logs: seconds and bytes per second, levels as factors."""

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 from pykvcache.gate.terms import Decision, Estimate, Offer, Reach, Reason, Traffic
 
 MARGIN = 0.05
 """Share of the time to recompute that a load must save: about the error of an estimate, below
 which a load only costs the disk and the pool something."""
+
+PROBE_SHARE = 0.05
+"""Of the time to recompute, what trying a disk that seems too slow may cost a request."""
 
 STORE_MARGIN = -0.5
 """For stores, which are for ever after: nothing is stored only where the best load would take
@@ -51,7 +55,7 @@ def decide(estimate: Estimate, offer: Offer, traffic: Traffic, margin: float = M
 
 
 def _with_load_s(estimate: Estimate, offer: Offer, reach: Reach, traffic: Traffic) -> float:
-    load_s = estimate.load_s(reach.dram_bytes, reach.disk_bytes, traffic)
+    load_s = estimate.load_s(reach.dram_bytes, reach.disk_bytes, traffic) + traffic.notice_s
     if traffic.wait_s:
         # Reading is hidden; the copy from the pool to the GPU begins when the request runs.
         staged = reach.dram_bytes + reach.disk_bytes
@@ -88,3 +92,46 @@ def could_pass(estimate: Estimate, tokens_max: int, bytes_per_token: float, *, d
         if decide(estimate, offer, Traffic(), STORE_MARGIN).tokens > cached:
             return True
     return False
+
+
+class Probed(Estimate, Protocol):
+    """An estimate that goes stale without loads."""
+
+    def wants_probe(self, now: float) -> bool:
+        """Whether the disk may be another by now."""
+        ...
+
+    def begin_probe(self, now: float) -> None:
+        """A load is tried; another is not wanted before long."""
+        ...
+
+
+class Gate:
+    """Decides, and tries now and then what it would decline: a disk that nobody reads from any
+    more could have recovered."""
+
+    def __init__(self, estimate: Probed, margin: float = MARGIN) -> None:
+        """Args:
+        estimate: of this machine.
+        margin: see :func:`decide`.
+        """
+        self.estimate = estimate
+        self._margin = margin
+
+    def decide(self, offer: Offer, traffic: Traffic, now: float) -> Decision:
+        """As :func:`decide`; a probe loads the first reach with the reason it was declined for.
+
+        Args:
+            offer: at least one reach.
+            traffic: of others.
+            now: seconds, never less than before.
+        """
+        decision = decide(self.estimate, offer, traffic, self._margin)
+        if decision.tokens > offer.cached_tokens or not self.estimate.wants_probe(now):
+            return decision
+        first = offer.reaches[0]
+        load_s = self.estimate.load_s(first.dram_bytes, first.disk_bytes, traffic)
+        if not first.disk_bytes or load_s > PROBE_SHARE * decision.recompute_s:
+            return decision
+        self.estimate.begin_probe(now)
+        return replace(decision, tokens=first.tokens)

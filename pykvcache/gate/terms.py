@@ -48,11 +48,13 @@ class Traffic:
         decodes: requests of which each step decodes one token beside this one's prompt.
         wait_s: seconds until the request's own computation could begin, whichever is chosen:
             what is computed before it. A load that begins now is hidden behind them.
+        notice_s: seconds until the engine sees that a load has ended: about half of a step.
     """
 
     disk_bytes: int = 0
     decodes: int = 0
     wait_s: float = 0.0
+    notice_s: float = 0.0
 
 
 class Reason(enum.StrEnum):

@@ -68,6 +68,8 @@ def test_only_the_documented_options_come_from_the_environment() -> None:
         "direct_io": "1",
         "io_engine": "1",
         "preload_lookahead": "1",
+        "gate": "1",
+        "gate_path": "1",
         "dram_policy": "1",
         "read_bandwidth_max": "1",
         "write_bandwidth_max": "1",

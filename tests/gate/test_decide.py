@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pykvcache.gate.gate import could_pass, decide
+from pykvcache.gate.gate import Gate, could_pass, decide
 from pykvcache.gate.terms import Reason, Traffic
 from tests.gate.machine import CHUNK, TOKEN_BYTES, Machine, offer_of
 
@@ -109,3 +109,27 @@ def test_what_is_chosen_is_never_slower_than_either(machine, offer, traffic):
 def test_stores_are_made_where_the_longest_prompt_could_be_loaded(disk, dram, passes):
     machine = Machine(disk=disk)
     assert could_pass(machine, 131_072, 114_688, dram=dram) is passes
+
+
+class Untried(Machine):
+    """A machine whose disk nobody has read from for long."""
+
+    def wants_probe(self, now: float) -> bool:
+        return now >= 10.0
+
+    def begin_probe(self, now: float) -> None:
+        object.__setattr__(self, "probed_at", now)
+
+
+def test_tries_a_slow_disk_with_one_chunk_of_a_long_prompt():
+    machine = Untried(disk=1e9)
+    gate, offer = Gate(machine), offer_of(32_784, 0, 32_768)
+    assert gate.decide(offer, Traffic(), now=9.0).tokens == 0
+    probe = gate.decide(offer, Traffic(), now=10.0)
+    assert (probe.tokens, probe.reason) == (CHUNK, Reason.SLOWER)
+    assert machine.probed_at == 10.0
+
+
+def test_tries_nothing_that_would_cost_a_short_prompt_much():
+    gate = Gate(Untried(disk=1e9))
+    assert gate.decide(offer_of(1040, 0, 1024), Traffic(), now=10.0).tokens == 0

@@ -101,7 +101,7 @@ def test_only_the_overlay_knows_vllm() -> None:
 
 def test_only_the_device_side_knows_torch() -> None:
     assert importers("torch", PACKAGE) == {"pykvcache/reactor/device.py"}
-    assert importers("numpy", PACKAGE) <= {"pykvcache/reactor/device.py"}
+    assert importers("numpy", PACKAGE) <= {"pykvcache/reactor/device.py", "pykvcache/gate/fit.py"}
 
 
 def test_only_the_ring_may_know_a_binding_of_io_uring() -> None:
@@ -144,6 +144,17 @@ def test_the_transfer_core_is_pure(path: Path) -> None:
         for alias in node.names
     }
     assert from_pool <= {"SlotLedger"}
+
+
+@pytest.mark.parametrize("name", ["terms", "gate", "fit", "estimate"])
+def test_the_gate_is_pure(name: str) -> None:
+    allowed = PURE | {"statistics", "numpy", "scipy.optimize"}
+    impure = {
+        module
+        for module in imports_of(PACKAGE / "gate" / f"{name}.py")
+        if module not in allowed and not module.startswith("pykvcache.gate.")
+    }
+    assert not impure
 
 
 @pytest.mark.parametrize(
