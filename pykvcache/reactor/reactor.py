@@ -67,6 +67,8 @@ class Gauges:
     """Of those retained, the ones whose chunks requests wait for."""
     slots: int = 0
     jobs: int = 0
+    unread: int = 0
+    """That loads wait for and that are still to be read from files."""
     queues: Mapping[str, int] = field(default_factory=dict)
     bytes_read: int = 0
     """From files, since the start."""
@@ -320,6 +322,7 @@ class Reactor:
             slots_staged=self._core.staged,
             slots=self._ledger.capacity,
             jobs=self._core.jobs,
+            unread=self._core.unread,
             queues=self._core.queue_lengths(),
             bytes_read=self._core.bytes_read,
             preload_failures=dict(self._core.preload_failures),

@@ -307,6 +307,11 @@ class TransferCore:
         }
 
     @property
+    def unread(self) -> int:
+        """Chunks that the disk still has to read for loads: see :attr:`Reads.unread`."""
+        return self._reads.unread
+
+    @property
     def staged(self) -> int:
         """Chunks in DRAM that requests wait for."""
         return len(self._dram.staged)

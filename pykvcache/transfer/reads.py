@@ -67,6 +67,13 @@ class Reads:
         return len(self._waiting)
 
     @property
+    def unread(self) -> int:
+        """Chunks that loads wait for and whose bytes are not there; of reads in flight half,
+        since they are under way together."""
+        begun = (self.demand.reading + 1) // 2
+        return len(self._waiting) + self.demand.opening + len(self.demand.opened) + begun
+
+    @property
     def is_wanting(self) -> bool:
         """Whether a load waits for a read that has not started."""
         return bool(self._waiting or self.demand.opening or self.demand.opened)
