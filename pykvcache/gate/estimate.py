@@ -118,10 +118,18 @@ class OnlineEstimate:
     @property
     def disk_bytes_per_s(self) -> float:
         """Of long reads, as of now."""
+        return self.bytes_per_s("disk")
+
+    def bytes_per_s(self, tier: str) -> float:
+        """Of long loads from ``disk`` or ``dram``, as of now."""
         size = 1 << 30
-        return size / max(
-            self.load_s(0, 2 * size, Traffic()) - self.load_s(0, size, Traffic()), 1e-9
-        )
+        seconds = [
+            self.load_s(count * size, 0, Traffic())
+            if tier == "dram"
+            else self.load_s(0, count * size, Traffic())
+            for count in (1, 2)
+        ]
+        return size / max(seconds[1] - seconds[0], 1e-9)
 
     # --- what is learned
 
