@@ -45,17 +45,28 @@ def test_look_ups_of_a_request_are_one_span(tmp_path: Path) -> None:
 def test_steps_end_in_their_order(tmp_path: Path) -> None:
     options = Config(root=tmp_path, trace_path=str(tmp_path / "traces"))
     trace = SchedulerTrace(make_tracer(options, "scheduler"))
-    trace.end_step()  # of a step before the trace
-    trace.begin_step(512, 2)
-    trace.begin_step(0, 0)
-    trace.end_step()
-    trace.end_step()
+    trace.end_step(1)  # of a step before the trace
+    trace.begin_step(1, 512, 2)
+    trace.begin_step(2, 0, 0)
+    trace.end_step(1)
+    trace.end_step(2)
     trace.close()
     written = [(span.track, span.name, span.args) for span in spans(tmp_path / "traces")]
     assert written == [
         ("step 1", "forward pass", {"tokens": 512, "requests": 2}),
         ("step 2", "empty step", {"tokens": 0, "requests": 0}),
     ]
+
+
+def test_a_step_without_an_output_of_its_own_ends_with_the_next_one(tmp_path: Path) -> None:
+    options = Config(root=tmp_path, trace_path=str(tmp_path / "traces"))
+    trace = SchedulerTrace(make_tracer(options, "scheduler"))
+    trace.begin_step(1, 0, 0)
+    trace.begin_step(2, 8, 1)
+    trace.end_step(2)
+    trace.close()
+    written = [(span.name, span.args["tokens"]) for span in spans(tmp_path / "traces")]
+    assert written == [("empty step", 0), ("forward pass", 8)]
 
 
 def test_jobs_last_from_submission_to_result(tmp_path: Path) -> None:
@@ -73,10 +84,10 @@ def test_jobs_last_from_submission_to_result(tmp_path: Path) -> None:
 
 def test_without_a_path_nothing_is_recorded() -> None:
     scheduler, worker = SchedulerTrace(None), WorkerTrace(None)
-    scheduler.begin_step(1, 1)
+    scheduler.begin_step(1, 1, 1)
     scheduler.look_up("a")
     scheduler.plan("load", "a", [b"x"])
-    scheduler.end_step()
+    scheduler.end_step(1)
     worker.submit(Job(1, Direction.LOAD, ()))
     worker.preload(1)
     worker.end(JobResult(1, Direction.LOAD, 0.0, 0, 0, 0))

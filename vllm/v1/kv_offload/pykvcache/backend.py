@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from pykvcache.config import GIB, Config, parse_config
 from pykvcache.errors import ConfigError
+from pykvcache.gate.calibration import speed_settings
 from pykvcache.startup import check_root
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def configure(vllm_config: VllmConfig) -> None:
                 "pool_bytes": int(size_gib * GIB),
                 "recurrent": has_recurrent_state(vllm_config),
                 "facts": model_facts(vllm_config),
+                "tokens_max": vllm_config.model_config.max_model_len,
+                "speed": speed_settings(vllm_config),
             }
         },
     )

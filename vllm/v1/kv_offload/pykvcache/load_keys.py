@@ -30,13 +30,28 @@ if TYPE_CHECKING:
 Exists = Callable[["OffloadKey"], bool]
 
 
-def keys_of_load(
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a request could load.
+
+    Attributes:
+        cached: tokens that the GPU has already.
+        end: up to which tokens can be loaded.
+        keys: chunks, group by group as a load lists them.
+    """
+
+    cached: int
+    end: int
+    keys: tuple[OffloadKey, ...]
+
+
+def hit_of(
     scheduler: OffloadingConnectorScheduler,
     gpu_cache: KVCacheManager | None,
     request: Request,
     exists: Exists,
-) -> tuple[OffloadKey, ...]:
-    """The chunks, group by group as a load lists them; none when it would load nothing.
+) -> Hit | None:
+    """What the request would load if it ran now and all of it were loaded; None for nothing.
 
     Args:
         scheduler: the connector's side in vLLM's scheduler.
@@ -46,17 +61,33 @@ def keys_of_load(
     """
     state = scheduler._req_status.get(request.request_id)
     if state is None or request.skip_reading_prefix_cache or request.num_computed_tokens:
-        return ()
+        return None
     if request.resumable:
         # The tokens of a session change while it waits, and with them its keys.
-        return ()
+        return None
     state.update_offload_keys()
     coordinator = gpu_cache.coordinator if gpu_cache is not None else None
     cached = _cached_tokens(coordinator, request)
     groups = scheduler.config.kv_group_configs
     search = _Search(groups, state, cached, functools.cache(exists), coordinator)
     end = search.end_of_hit(_limit(scheduler, cached, state))
-    return search.keys_until(end) if end else ()
+    return Hit(cached, end, search.keys_until(end)) if end else None
+
+
+def keys_of_hit(
+    scheduler: OffloadingConnectorScheduler, request: Request, cached: int, end: int
+) -> tuple[OffloadKey, ...]:
+    """The chunks of a hit that vLLM's own look-up has found.
+
+    Args:
+        scheduler: the connector's side in vLLM's scheduler.
+        request: looked up.
+        cached: tokens in the GPU already.
+        end: of the hit.
+    """
+    state = scheduler._req_status[request.request_id]
+    groups = scheduler.config.kv_group_configs
+    return _Search(groups, state, cached, lambda key: True, None).keys_until(end)
 
 
 def _cached_tokens(coordinator: KVCacheCoordinator | None, request: Request) -> int:

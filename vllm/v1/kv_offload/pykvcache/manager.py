@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
+from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -28,10 +30,26 @@ from pykvcache.config import Config
 from pykvcache.layout import ChunkPaths
 from pykvcache.scheduler.catalog import Catalog
 from pykvcache.trace import Tracer
+from vllm.v1.kv_offload.pykvcache.gate import SchedulerGate
 from vllm.v1.kv_offload.pykvcache.metrics import ManagerMetrics
 from vllm.v1.kv_offload.pykvcache.plan import ChunkSpec
-from vllm.v1.kv_offload.pykvcache.preload import CHUNKS_MAX, PreloadPlanner
+from vllm.v1.kv_offload.pykvcache.preload import CHUNKS_MAX, PreloadPlanner, all_of_it
+from vllm.v1.kv_offload.pykvcache.reports import WorkerReport
 from vllm.v1.kv_offload.pykvcache.tracing import SchedulerTrace
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+    )
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from vllm.v1.kv_offload.pykvcache.load_keys import Hit
+
+
+logger = init_logger(__name__)
+
+Answer = TypeVar("Answer")
 
 
 class PyKVCacheManager(OffloadingManager):
@@ -44,6 +62,7 @@ class PyKVCacheManager(OffloadingManager):
         tracer: Tracer | None = None,
         keeper: Keeper | None = None,
         chunk_bytes: int = 1,
+        gate: SchedulerGate | None = None,
     ) -> None:
         """Args:
         options: of the server.
@@ -51,7 +70,9 @@ class PyKVCacheManager(OffloadingManager):
         tracer: records what is decided.
         keeper: keeps the root within its limits; started.
         chunk_bytes: of one chunk's files, all ranks together.
+        gate: decides what of a hit is loaded; None: all of it.
         """
+        self.gate = gate
         self._keeper = keeper
         self._admission = Admission(chunk_bytes)
         self._catalog = Catalog(
@@ -68,7 +89,9 @@ class PyKVCacheManager(OffloadingManager):
             self._catalog.holds,
             lookahead=options.preload_lookahead,
             chunks_max=options.preload_slots_max or CHUNKS_MAX,
+            worth=self._worth_reading_ahead,
         )
+        self._steps = 0
         self._requests: set[str] = set()
         self._storing_no_more: set[str] = set()
 
@@ -92,10 +115,49 @@ class PyKVCacheManager(OffloadingManager):
         """Whether every rank has said that the chunk is in its pool."""
         return self._dram.get(key, 0) >= self._ranks
 
+    def begin_step(self, scheduler: OffloadingConnectorScheduler, output: SchedulerOutput) -> int:
+        """A step has been scheduled; its number."""
+        self._steps += 1
+        tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        self.trace.begin_step(self._steps, tokens, requests)
+        self.ask_gate(lambda gate: gate.begin_step(self._steps, scheduler, output), None)
+        return self._steps
+
+    def note_report(self, report: WorkerReport) -> None:
+        """What the ranks say at the end of a step."""
+        self.trace.end_step(report.step)
+        self.note_dram(report.dram)
+        self.ask_gate(lambda gate: gate.workload.end_step(report), None)
+
+    def ask_gate(self, question: Callable[[SchedulerGate], Answer], otherwise: Answer) -> Answer:
+        """Its answer, or what holds without a gate: none is wanted, or it has failed. It is a
+        matter of speed only, and an engine does not die of it."""
+        if self.gate is None:
+            return otherwise
+        try:
+            return question(self.gate)
+        except Exception:
+            logger.exception("The KV offloading gate failed; every hit is loaded from here on")
+            self.gate = None
+            return otherwise
+
+    def _worth_reading_ahead(
+        self,
+        scheduler: OffloadingConnectorScheduler,
+        request: Request,
+        hit: Hit | None,
+        after_s: float,
+    ) -> tuple[tuple[OffloadKey, ...], float]:
+        return self.ask_gate(
+            lambda gate: gate.worth_reading_ahead(scheduler, request, hit, after_s, self.in_dram),
+            all_of_it(scheduler, request, hit, after_s),
+        )
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The plan of a load: its keys in order."""
         self.trace.plan("load", req_context.req_id, keys)
         self._touch(req_context)
+        self.ask_gate(lambda gate: gate.plan_load(req_context.req_id, keys, self.in_dram), None)
         return ChunkSpec(tuple(keys))
 
     def prepare_store(
@@ -105,11 +167,18 @@ class PyKVCacheManager(OffloadingManager):
         root has room."""
         if req_context.req_id in self._storing_no_more:
             keys = ()
-        needed = self._admit([OffloadKey(key) for key in self._catalog.begin_store(keys)])
+        new = [OffloadKey(key) for key in self._catalog.begin_store(keys)]
+        needed = self._admit(self._worth_storing(new, req_context.req_id))
         self.trace.plan("store", req_context.req_id, needed)
         return PrepareStoreOutput(
             keys_to_store=needed, store_spec=ChunkSpec(tuple(needed)), evicted_keys=[]
         )
+
+    def _worth_storing(self, keys: list[OffloadKey], req_id: str) -> list[OffloadKey]:
+        if self.ask_gate(lambda gate: gate.admits_store(req_id, len(keys)), True):
+            return keys
+        self._catalog.end_store(keys, stored=False)
+        return []
 
     def _admit(self, needed: list[OffloadKey]) -> list[OffloadKey]:
         if self._keeper is None or not needed:
@@ -144,6 +213,7 @@ class PyKVCacheManager(OffloadingManager):
         self._touch(req_context)
         self._requests.discard(req_context.req_id)
         self._storing_no_more.discard(req_context.req_id)
+        self.ask_gate(lambda gate: gate.forget(req_context.req_id), None)
 
     def _touch(self, req_context: ReqContext) -> None:
         if self._keeper is not None:
@@ -163,7 +233,8 @@ class PyKVCacheManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed since the last call."""
         figures = self._keeper.figures if self._keeper is not None else None
-        return self._metrics.take(stores_pending=self._catalog.storing, capacity=figures)
+        gate = self.ask_gate(lambda gate: gate.figures(), None)
+        return self._metrics.take(stores_pending=self._catalog.storing, capacity=figures, gate=gate)
 
     def shutdown(self) -> None:
         """End the keeper, and write what is left of the trace."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         OffloadingConnectorWorker,
     )
 
+    from vllm.v1.kv_offload.pykvcache.gate import GateFigures
+
 CHUNKS = "vllm:kv_offload_chunks"
 FAILURES = "vllm:kv_offload_chunk_failures"
 DROPPED = "vllm:kv_offload_stores_dropped"
@@ -43,6 +45,11 @@ QUEUE = "vllm:kv_offload_queue_chunks"
 HITS = "vllm:kv_offload_load_hits"
 PAUSED = "vllm:kv_offload_paused"
 REFUSED = "vllm:kv_offload_stores_refused"
+DECLINED_LOADS = "vllm:kv_offload_declined_loads"
+DECLINED_TOKENS = "vllm:kv_offload_declined_tokens"
+DECLINED_STORES = "vllm:kv_offload_stores_declined"
+COMPUTE_SPEED = "vllm:kv_offload_gate_compute_tokens_per_second"
+LOAD_SPEED = "vllm:kv_offload_gate_load_bytes_per_second"
 ROOT_BYTES = "vllm:kv_offload_root_bytes"
 ROOT_FILES = "vllm:kv_offload_root_files"
 ROOT_PINNED = "vllm:kv_offload_root_pinned_bytes"
@@ -109,6 +116,29 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         ),
         REFUSED: OffloadingCounterMetadata(
             documentation="KV chunks not stored because the root was full.",
+        ),
+        DECLINED_LOADS: OffloadingCounterMetadata(
+            documentation="Hits not loaded, or not to their end, because computing is faster, by "
+            "reason: 'slower', 'busy' (only because of what the disk reads for others now), "
+            "'partial'. With gate 'always' they are counted and loaded.",
+            labelnames=("reason",),
+        ),
+        DECLINED_TOKENS: OffloadingCounterMetadata(
+            documentation="Tokens of these hits that were not loaded.",
+            labelnames=("reason",),
+        ),
+        DECLINED_STORES: OffloadingCounterMetadata(
+            documentation="KV chunks not stored because no load of them could be faster than "
+            "computing.",
+        ),
+        COMPUTE_SPEED: OffloadingGaugeMetadata(
+            documentation="What the gate has learned: prompt tokens computed a second, of a "
+            "prompt of 2,048.",
+        ),
+        LOAD_SPEED: OffloadingGaugeMetadata(
+            documentation="What the gate has learned: bytes of KV that long loads bring to a "
+            "rank's GPU in a second, by tier.",
+            labelnames=("tier",),
         ),
         ROOT_BYTES: OffloadingGaugeMetadata(
             documentation="Bytes in the root, of all servers, models and ranks, when it was last "
@@ -231,11 +261,16 @@ class ManagerMetrics:
     def __init__(self) -> None:
         self._stores_pending: int | None = None
         self._capacity: Figures | None = None
+        self._gate: GateFigures | None = None
         self.refused = 0
         """Chunks not stored since the last call of :meth:`take`."""
 
     def take(
-        self, *, stores_pending: int, capacity: Figures | None = None
+        self,
+        *,
+        stores_pending: int,
+        capacity: Figures | None = None,
+        gate: GateFigures | None = None,
     ) -> OffloadingConnectorStats | None:
         """What has changed since the last call; None when nothing has."""
         stats = OffloadingConnectorStats()
@@ -248,6 +283,9 @@ class ManagerMetrics:
         if capacity is not None and capacity != self._capacity:
             before, self._capacity = self._capacity or Figures(), capacity
             _count_capacity(stats, before, capacity)
+        if gate is not None and gate != self._gate:
+            _count_gate(stats, self._gate, gate)
+            self._gate = gate
         return None if stats.is_empty() else stats
 
 
@@ -289,6 +327,24 @@ def _count_capacity(stats: OffloadingConnectorStats, before: Figures, now: Figur
             stats.increase_counter(name, more)
     for reason, more in (now.skipped - before.skipped).items():
         stats.increase_counter(EVICTION_SKIPPED, more, (reason,))
+
+
+def _count_gate(
+    stats: OffloadingConnectorStats, before: GateFigures | None, now: GateFigures
+) -> None:
+    for name, counts, counted in (
+        (DECLINED_LOADS, now.declined_loads, before.declined_loads if before else {}),
+        (DECLINED_TOKENS, now.declined_tokens, before.declined_tokens if before else {}),
+    ):
+        for reason, count in counts.items():
+            if more := count - counted.get(reason, 0):
+                stats.increase_counter(name, more, (reason,))
+    if more := now.declined_stores - (before.declined_stores if before else 0):
+        stats.increase_counter(DECLINED_STORES, more)
+    if now.compute_tokens_per_s:
+        stats.set_gauge(COMPUTE_SPEED, now.compute_tokens_per_s)
+        for tier, speed in now.load_bytes_per_s.items():
+            stats.set_gauge(LOAD_SPEED, speed, (tier,))
 
 
 def worker_stats(connector_worker: OffloadingConnectorWorker | None) -> KVConnectorStats | None:

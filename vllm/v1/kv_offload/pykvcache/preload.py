@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey
@@ -27,7 +27,6 @@ from vllm.v1.kv_offload.pykvcache.tier_settings import TIER_TYPE
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
         OffloadingConnectorMetadata,
-        OffloadingWorkerMetadata,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.request import Request
 
+    from vllm.v1.kv_offload.pykvcache.load_keys import Hit
     from vllm.v1.kv_offload.pykvcache.manager import PyKVCacheManager
     from vllm.v1.kv_offload.pykvcache.tier import PyKVCacheTier
 
@@ -70,8 +70,38 @@ class _LookedUp:
 
     keys: tuple[OffloadKey, ...]
     since: float
+    done_s: float = 0.0
+    """Seconds from then until its prompt is computed, as far as the gate knows."""
     overlapping: bool = False
     """Some of the chunks are being loaded for another request."""
+
+
+class Worth(Protocol):
+    """What of a hit is worth reading ahead."""
+
+    def __call__(
+        self,
+        scheduler: OffloadingConnectorScheduler,
+        request: Request,
+        hit: Hit | None,
+        after_s: float,
+    ) -> tuple[tuple[OffloadKey, ...], float]:
+        """The chunks, and the seconds until the request's prompt is computed.
+
+        Args:
+            scheduler: the connector's side in vLLM's scheduler.
+            request: waits.
+            hit: what it could load.
+            after_s: seconds until the request before it is done.
+        """
+        ...
+
+
+def all_of_it(
+    scheduler: OffloadingConnectorScheduler, request: Request, hit: Hit | None, after_s: float
+) -> tuple[tuple[OffloadKey, ...], float]:
+    """Without a gate everything is."""
+    return (hit.keys if hit is not None else ()), 0.0
 
 
 class PreloadPlanner:
@@ -83,17 +113,20 @@ class PreloadPlanner:
         *,
         lookahead: int,
         chunks_max: int,
+        worth: Worth = all_of_it,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         holds: whether every rank has a chunk's file.
         lookahead: requests looked at.
         chunks_max: chunks in a plan.
+        worth: what of a hit is read ahead.
         clock: seconds.
         """
         self.lookahead = lookahead
         self._holds = holds
         self._chunks_max = chunks_max
+        self._worth = worth
         self._clock = clock
         self._candidates: dict[str, _LookedUp] = {}
         self._wanted: list[tuple[OffloadKey, ...]] = []
@@ -115,14 +148,18 @@ class PreloadPlanner:
         now = self._clock()
         refreshes = REFRESHES_PER_STEP
         seen: dict[str, _LookedUp] = {}
+        after_s = 0.0
         for request in requests:
             known = self._candidates.get(request.request_id)
-            if known is None or (known.overlapping and being_loaded.isdisjoint(known.keys)):
-                known = _LookedUp(self._look_up(scheduler, kv_cache_manager, request), now)
-            elif refreshes and now - known.since >= REFRESH_S:
-                refreshes -= 1
-                known.keys = self._look_up(scheduler, kv_cache_manager, request)
-                known.since = now
+            is_old = known is not None and refreshes > 0 and now - known.since >= REFRESH_S
+            is_free = known is not None and (
+                known.overlapping and being_loaded.isdisjoint(known.keys)
+            )
+            if known is None or is_old or is_free:
+                refreshes -= is_old and not is_free
+                keys, done_s = self._look_up(scheduler, kv_cache_manager, request, after_s)
+                known = _LookedUp(keys, now, done_s)
+            after_s = max(after_s, known.done_s - (now - known.since))
             known.overlapping = not being_loaded.isdisjoint(known.keys)
             seen[request.request_id] = known
         self._candidates = seen
@@ -133,14 +170,16 @@ class PreloadPlanner:
         scheduler: OffloadingConnectorScheduler,
         kv_cache_manager: KVCacheManager | None,
         request: Request,
-    ) -> tuple[OffloadKey, ...]:
-        from vllm.v1.kv_offload.pykvcache.load_keys import keys_of_load
+        after_s: float,
+    ) -> tuple[tuple[OffloadKey, ...], float]:
+        from vllm.v1.kv_offload.pykvcache.load_keys import hit_of
 
         try:
-            return keys_of_load(scheduler, kv_cache_manager, request, self._holds)
+            hit = hit_of(scheduler, kv_cache_manager, request, self._holds)
+            return self._worth(scheduler, request, hit, after_s)
         except Exception:
             _log_failure("what a waiting request would load cannot be told")
-            return ()
+            return (), 0.0
 
     def _arrange(self, being_loaded: set[OffloadKey]) -> None:
         wanted = [
@@ -247,43 +286,6 @@ def hand_over(
 
     if metadata.preload is not None and isinstance(connector_worker.worker, PyKVCacheWorker):
         connector_worker.worker.preload(metadata.preload)
-
-
-def add_report(
-    connector_worker: OffloadingConnectorWorker | None, metadata: OffloadingWorkerMetadata | None
-) -> OffloadingWorkerMetadata | None:
-    """Add which chunks came into this rank's pool or left it."""
-    from vllm.v1.kv_offload.pykvcache.worker import PyKVCacheWorker
-
-    worker = connector_worker.worker if connector_worker is not None else None
-    changes = worker.take_dram_changes() if isinstance(worker, PyKVCacheWorker) else None
-    if not changes:
-        return metadata
-    if metadata is None:
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-            OffloadingWorkerMetadata,
-        )
-
-        metadata = OffloadingWorkerMetadata()
-    metadata.dram = changes
-    return metadata
-
-
-def merge_dram(one: dict[OffloadKey, int], other: dict[OffloadKey, int]) -> dict[OffloadKey, int]:
-    """Reports of two ranks; what is left out has not changed."""
-    sums = {key: one.get(key, 0) + other.get(key, 0) for key in one.keys() | other.keys()}
-    return {key: change for key, change in sums.items() if change}
-
-
-def note_report(scheduler: OffloadingConnectorScheduler | None, metadata: Any) -> None:
-    """Tell the manager what the ranks reported, once a step."""
-    manager = _manager_of(scheduler)
-    if manager is None:
-        return
-    manager.trace.end_step()
-    changes = getattr(metadata, "dram", None)
-    if changes:
-        manager.note_dram(changes)
 
 
 def _can_run(request: Request) -> bool:

@@ -8,6 +8,7 @@ for: the scheduler says that a step is empty, and the worker lets a transfer end
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,26 +24,43 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step on its way to the workers, who return its number when it has ended.
+
+    Attributes:
+        number: counted from 1.
+        is_empty: whether it computes nothing.
+    """
+
+    number: int
+    is_empty: bool
+
+
 def begin(
     scheduler: OffloadingConnectorScheduler,
     metadata: OffloadingConnectorMetadata,
     output: SchedulerOutput,
 ) -> None:
-    """Say in the step's metadata whether it computes anything."""
+    """Number the step, and say in its metadata whether it computes anything."""
     from vllm.v1.kv_offload.pykvcache.manager import PyKVCacheManager
 
-    metadata.empty_step = output.total_num_scheduled_tokens == 0
-    if isinstance(scheduler.manager, PyKVCacheManager):
-        scheduler.manager.trace.begin_step(
-            output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
-        )
+    manager = scheduler.manager
+    if isinstance(manager, PyKVCacheManager):
+        number = manager.begin_step(scheduler, output)
+        metadata.step = Step(number, is_empty=output.total_num_scheduled_tokens == 0)
 
 
 def await_transfer(
     connector_worker: OffloadingConnectorWorker, metadata: OffloadingConnectorMetadata
 ) -> None:
-    """Wait for a transfer, at most ``idle_wait_s``, if the step has nothing else to do."""
+    """Take the step's number, and wait for a transfer, at most ``idle_wait_s``, if the step has
+    nothing else to do."""
     from vllm.v1.kv_offload.pykvcache.worker import PyKVCacheWorker
 
-    if metadata.empty_step and isinstance(connector_worker.worker, PyKVCacheWorker):
-        connector_worker.worker.await_transfer()
+    worker, step = connector_worker.worker, metadata.step
+    if step is None or not isinstance(worker, PyKVCacheWorker):
+        return
+    worker.step = step.number
+    if step.is_empty:
+        worker.await_transfer()

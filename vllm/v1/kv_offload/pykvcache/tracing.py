@@ -36,25 +36,26 @@ class SchedulerTrace:
     def __init__(self, tracer: Tracer | None) -> None:
         self._tracer = tracer
         self._lanes = Lanes()
-        self._steps: deque[tuple[str, int, int, int]] = deque()
+        self._steps: deque[tuple[int, str, int, int, int]] = deque()
         self._looked_up: tuple[str, int, int, int] | None = None
 
-    def begin_step(self, tokens: int, requests: int) -> None:
+    def begin_step(self, number: int, tokens: int, requests: int) -> None:
         """A step has been scheduled; with asynchronous scheduling before the last one ended."""
         if self._tracer is not None:
             self._end_look_ups()
             track = self._lanes.take("step")
-            self._steps.append((track, self._tracer.now(), tokens, requests))
+            self._steps.append((number, track, self._tracer.now(), tokens, requests))
 
-    def end_step(self) -> None:
-        """The output of the oldest step is there."""
-        if self._tracer is None or not self._steps:
+    def end_step(self, number: int) -> None:
+        """The output of this step is there, and so are those of the steps before."""
+        if self._tracer is None:
             return
-        track, start, tokens, requests = self._steps.popleft()
-        self._lanes.give_back(track)
-        name = "forward pass" if tokens else "empty step"
-        args = {"tokens": tokens, "requests": requests}
-        self._tracer.span(track, name, start, self._tracer.now(), args)
+        while self._steps and self._steps[0][0] <= number:
+            _, track, start, tokens, requests = self._steps.popleft()
+            self._lanes.give_back(track)
+            name = "forward pass" if tokens else "empty step"
+            args = {"tokens": tokens, "requests": requests}
+            self._tracer.span(track, name, start, self._tracer.now(), args)
 
     def look_up(self, req_id: str) -> None:
         """A chunk of the request is looked up; those that follow each other are one span."""

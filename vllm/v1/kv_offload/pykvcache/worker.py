@@ -33,12 +33,13 @@ from pykvcache.limits import limits_of
 from pykvcache.pool import Pool, slots_of
 from pykvcache.reactor.device import CopyBatch, make_copier
 from pykvcache.reactor.probe import choose_direct, choose_engine, make_engine
-from pykvcache.reactor.reactor import Reactor
+from pykvcache.reactor.reactor import Gauges, Reactor
 from pykvcache.reactor.timeline import Timeline
 from pykvcache.transfer.jobs import Direction, Failure, Job, JobResult
 from vllm.v1.kv_offload.pykvcache.failures import ChunkTransferResult
 from vllm.v1.kv_offload.pykvcache.metrics import WorkerMetrics
 from vllm.v1.kv_offload.pykvcache.plan import ChunkSpec, PlanError, Planner
+from vllm.v1.kv_offload.pykvcache.reports import LoadReport, WorkerReport
 from vllm.v1.kv_offload.pykvcache.tracing import WorkerTrace, make_tracer
 
 if TYPE_CHECKING:
@@ -103,6 +104,13 @@ class PyKVCacheWorker(OffloadingWorker):
         waits = parallel.pp_size == 1 and parallel.data_parallel_size == 1
         self._idle_wait_s = options.idle_wait_s if waits else 0.0
         self._jobs: dict[int, Job] = {}
+        self.step = 0
+        """Number of the engine's step, as the scheduler counts."""
+        self._ended_loads: dict[int, LoadReport] = {}
+        self._ahead_bytes: dict[int, int] = {}
+        self._gauges_seen: Gauges | None = None
+        self._handed_over = 0
+        self._chunk_bytes = max(geometry.payload_bytes)
         self._refused: list[ChunkTransferResult] = []
         self._metrics = WorkerMetrics(parallel.rank)
         self._is_paused = False
@@ -163,12 +171,26 @@ class PyKVCacheWorker(OffloadingWorker):
         except PlanError as error:  # only the loads' own reads are left then
             logger.warning_once("KV offloading preloads nothing: %s", error)
 
-    def take_dram_changes(self) -> dict[OffloadKey, int]:
-        """Chunks that came into this rank's pool (+1) or left it (-1) since the last call."""
-        changes: Counter[OffloadKey] = Counter()
+    def take_report(self) -> WorkerReport:
+        """What the scheduler is to know of this rank, since the last call."""
+        dram: Counter[OffloadKey] = Counter()
         for key, change in self._reactor.take_dram_changes():
-            changes[OffloadKey(key)] += change
-        return {key: change for key, change in changes.items() if change}
+            dram[OffloadKey(key)] += change
+        loads, self._ended_loads = self._ended_loads, {}
+        return WorkerReport(
+            step=self.step,
+            dram={key: change for key, change in dram.items() if change},
+            loads=loads,
+            unread_bytes=self._unread_bytes(),
+        )
+
+    def _unread_bytes(self) -> int:
+        """Of KV that loads still read from files; of those handed over since the reactor last
+        looked, all of it."""
+        gauges = self._reactor.gauges
+        if gauges is not self._gauges_seen:
+            self._gauges_seen, self._handed_over = gauges, 0
+        return gauges.unread * self._chunk_bytes + self._handed_over
 
     def _submit(
         self, job_id: int, direction: Direction, spec: ChunkSpec, device: GPULoadStoreSpec
@@ -186,6 +208,9 @@ class PyKVCacheWorker(OffloadingWorker):
             self._frozen = True
         job = Job(job_id, direction, chunks, self._reactor.fence())
         self._jobs[job_id] = job
+        if direction is Direction.LOAD:
+            self._ahead_bytes[job_id] = self._unread_bytes()
+            self._handed_over += sum(chunk.payload_bytes for chunk in chunks)
         self._trace.submit(job)
         self._reactor.submit(job)
 
@@ -226,8 +251,11 @@ class PyKVCacheWorker(OffloadingWorker):
         job = self._jobs.pop(result.job_id)
         self._trace.end(result)
         failed = [chunk for chunk in job.chunks if chunk.key in result.failures]
+        ahead_bytes = self._ahead_bytes.pop(result.job_id, 0)
         if failed:
             self._log_failures(job, result)
+        elif job.direction is Direction.LOAD:
+            self._ended_loads[result.job_id] = load_report(job, result, ahead_bytes)
         if Failure.NO_SPACE in result.failures.values():
             self._no_space.report()
         return ChunkTransferResult(
@@ -295,6 +323,13 @@ class PyKVCacheWorker(OffloadingWorker):
         """Finish the stores whose data is in the pool, within ``shutdown_timeout_s``."""
         self._reactor.stop(self._options.shutdown_timeout_s)
         self._trace.close()
+
+
+def load_report(job: Job, result: JobResult, ahead_bytes: int) -> LoadReport:
+    """Of a load without failures; whole chunks count, as they are read whole."""
+    size = sum(chunk.payload_bytes for chunk in job.chunks)
+    dram_bytes = size * result.dram // max(1, result.chunks)
+    return LoadReport(dram_bytes, size - dram_bytes, ahead_bytes, result.seconds)
 
 
 def geometry_of(caches: CanonicalKVCaches, blocks_per_chunk: int) -> ChunkGeometry:
