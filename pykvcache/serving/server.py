@@ -192,8 +192,10 @@ class Server:
         *,
         logprobs: bool = False,
         temperature: float = 0.0,
+        transfer: Mapping[str, Any] | None = None,
     ) -> Completion:
-        """Stream one completion of exactly `max_tokens` tokens.
+        """Stream one completion of exactly `max_tokens` tokens; `transfer` is sent as vLLM's
+        `kv_transfer_params`.
 
         Raises:
             ServingError: the request failed or the server died.
@@ -206,6 +208,7 @@ class Server:
             "ignore_eos": True,
             "logprobs": 0 if logprobs else None,
             "return_token_ids": True,
+            "kv_transfer_params": transfer,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
