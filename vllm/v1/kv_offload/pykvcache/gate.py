@@ -23,6 +23,7 @@ from pykvcache.gate.calibration import (
     Calibration,
     CalibrationError,
     Fingerprint,
+    calibration_path,
     find_calibration,
     load_calibration,
 )
@@ -343,11 +344,13 @@ def make_gate(
     """
     if options.gate == "off":
         return None
-    calibration = _calibration(options, fingerprint())
+    expected = fingerprint()
+    calibration = _calibration(options, expected)
     if calibration is None:
         logger.info(
-            "KV offloading: no calibration of this server; the gate ('%s') learns while serving. "
-            "`pykvcache calibrate` measures",
+            "KV offloading: no calibration of this server (%s); the gate ('%s') learns while "
+            "serving. `pykvcache calibrate` measures",
+            options.gate_path or calibration_path(Path(options.root), expected),
             options.gate,
         )
     else:
