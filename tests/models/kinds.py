@@ -59,7 +59,8 @@ class Kind:
         **arguments: Any,
     ) -> Engine:
         """An engine; `options` are the backend's, `arguments` vLLM's."""
-        extra = {"root": str(root), **(options or {})}
+        # What is found is loaded, however fast such a small model computes.
+        extra = {"root": str(root), "gate": "off", **(options or {})}
         return Engine(
             log,
             **{

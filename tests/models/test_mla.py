@@ -21,8 +21,9 @@ from tests.models.kinds import (
     whole_chunks,
 )
 
-MLA = Kind("deepseek_v2", (), whole_chunks)
 AMX = torch.cpu._is_amx_tile_supported()
+MLA = Kind("deepseek_v2", (), whole_chunks, {"dtype": "bfloat16" if AMX else "float32"})
+"""vLLM's kernel for AMX knows no float32."""
 
 PROMPTS = [prompt(257, 1), prompt(524, 2), prompt(1025, 3)]
 """Their last chunk border is their last border of 16 tokens too, so that disk and memory hold the
