@@ -30,12 +30,28 @@ ATTRIBUTES = {
         "_req_status",
         "_sliding_window_groups",
         "config",
+        "get_num_new_matched_tokens",
         "manager",
     ),
     (f"{_CONNECTOR}/worker.py", "OffloadingConnectorWorker"): ("worker", "_load_jobs"),
     ("vllm/v1/core/sched/request_queue.py", "PriorityRequestQueue"): ("_heap",),
+    ("vllm/v1/core/sched/output.py", "SchedulerOutput"): (
+        "finished_req_ids",
+        "num_scheduled_tokens",
+        "preempted_req_ids",
+        "total_num_scheduled_tokens",
+    ),
+    ("vllm/v1/request.py", "Request"): (
+        "block_hashes",
+        "kv_transfer_params",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "resumable",
+        "skip_reading_prefix_cache",
+    ),
 }
-"""Attributes that the overlay uses and that no import mentions."""
+"""Attributes, fields and methods that the overlay uses and that no import mentions."""
 
 Tree = Mapping[str, str]
 
@@ -142,8 +158,13 @@ def _missing_attributes(tree: Tree) -> Iterator[str]:
             for item in ast.walk(node)
             if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store)
         }
+        fields = {
+            item.target.id
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        }
         for attribute in attributes:
-            if attribute not in assigned:
+            if attribute not in assigned | fields | _methods(node).keys():
                 yield f"{name} has no attribute {attribute} any more"
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A load that has ended without failures; bytes are of one rank's KV.
+    """A load that has ended, without failures or by its deadline; bytes are of one rank's KV.
 
     Attributes:
         dram_bytes: that were in the pool.

@@ -104,13 +104,7 @@ class PyKVCacheWorker(OffloadingWorker):
         waits = parallel.pp_size == 1 and parallel.data_parallel_size == 1
         self._idle_wait_s = options.idle_wait_s if waits else 0.0
         self._jobs: dict[int, Job] = {}
-        self.step = 0
-        """Number of the engine's step, as the scheduler counts."""
-        self._ended_loads: dict[int, LoadReport] = {}
-        self._ahead_bytes: dict[int, int] = {}
-        self._gauges_seen: Gauges | None = None
-        self._handed_over = 0
-        self._chunk_bytes = max(geometry.payload_bytes)
+        self._begin_reports(max(geometry.payload_bytes))
         self._refused: list[ChunkTransferResult] = []
         self._metrics = WorkerMetrics(parallel.rank)
         self._is_paused = False
@@ -139,6 +133,15 @@ class PyKVCacheWorker(OffloadingWorker):
             limits.preload.slots_max,
             limits.dram_policy,
         )
+
+    def _begin_reports(self, chunk_bytes: int) -> None:
+        self.step = 0
+        """Number of the engine's step, as the scheduler counts."""
+        self._ended_loads: dict[int, LoadReport] = {}
+        self._ahead_bytes: dict[int, int] = {}
+        self._gauges_seen: Gauges | None = None
+        self._handed_over = 0
+        self._chunk_bytes = chunk_bytes
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -254,7 +257,8 @@ class PyKVCacheWorker(OffloadingWorker):
         ahead_bytes = self._ahead_bytes.pop(result.job_id, 0)
         if failed:
             self._log_failures(job, result)
-        elif job.direction is Direction.LOAD:
+        # One that ran into its deadline took so long, if not longer.
+        if job.direction is Direction.LOAD and set(result.failures.values()) <= {Failure.DEADLINE}:
             self._ended_loads[result.job_id] = load_report(job, result, ahead_bytes)
         if Failure.NO_SPACE in result.failures.values():
             self._no_space.report()
@@ -326,7 +330,8 @@ class PyKVCacheWorker(OffloadingWorker):
 
 
 def load_report(job: Job, result: JobResult, ahead_bytes: int) -> LoadReport:
-    """Of a load without failures; whole chunks count, as they are read whole."""
+    """Of a load that brought everything, or took too long; whole chunks count, as they are read
+    whole."""
     size = sum(chunk.payload_bytes for chunk in job.chunks)
     dram_bytes = size * result.dram // max(1, result.chunks)
     return LoadReport(dram_bytes, size - dram_bytes, ahead_bytes, result.seconds)
