@@ -118,7 +118,8 @@ class Results:
 
     def break_even(self, chunks: int) -> float | None:
         """MB/s at which loading the prompt takes as long as computing it: between the two rates
-        of the grid on both sides, straight in the logarithms. None if there are none."""
+        of the grid on both sides, straight in the logarithms; beyond the fastest one as if a load
+        took as many times as long as the rate is lower. None below the slowest one."""
         grid = sorted(
             (case.rate, math.log(self.ratio(case)))
             for case in self.rounds
@@ -128,7 +129,8 @@ class Results:
             if above > 0 >= below:
                 part = above / (above - below)
                 return math.exp((1 - part) * math.log(slow) + part * math.log(fast))
-        return None
+        rate, above = grid[-1] if grid else (0.0, 0.0)
+        return rate * math.exp(above) if above > 0 else None
 
     def report(self) -> dict[str, Any]:
         """The keys of the JSON file; see :func:`main`."""

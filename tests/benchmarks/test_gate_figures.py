@@ -55,6 +55,10 @@ def test_the_break_even_lies_between_the_rates_on_its_two_sides() -> None:
     assert all(case.is_near for case in near)
 
 
+def test_a_break_even_beyond_the_fastest_rate_is_guessed() -> None:
+    assert results_of({20.0: 3.0, 40.0: 1.5, 0.0: 0.1}).break_even(4) == pytest.approx(60.0)
+
+
 def test_without_two_sides_there_is_no_break_even() -> None:
     results = results_of({5.0: 0.5, 10.0: 0.25, 0.0: 0.01})
     assert results.break_even(4) is None

@@ -331,6 +331,8 @@ def test_the_end_of_a_load_is_noticed_after_half_a_step_of_others(gated: MakeGat
     assert it.gate.workload.traffic("B") == Traffic(notice_s=1.0)
     it.engine.step()
     assert it.gate.workload.traffic("B") == Traffic(decodes=1, notice_s=1.0)
+    it.engine.abort("A")
+    assert it.gate.workload.traffic("B") == Traffic()
 
 
 def test_who_was_admitted_before_is_waited_for(gated: MakeGated) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         OffloadingConnectorScheduler,
     )
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
     from vllm.v1.kv_offload.pykvcache.reports import WorkerReport
 
@@ -61,8 +62,8 @@ class Workload:
         self._steps: deque[_Step] = deque()
         self._last_end = -float("inf")
         self._last_s = 0.0
-        self._decodes = 0
-        self._is_busy = False
+        self._last: list[tuple[Request, bool]] = []
+        """Requests of the last step, and whether they decoded."""
         self._number = 0
         self._unread_bytes = 0
         self._planned: deque[tuple[int, int]] = deque()
@@ -70,12 +71,18 @@ class Workload:
 
     def traffic(self, req_id: str) -> Traffic:
         """What stands before a request that is looked up now."""
+        running = [request for request, _ in self._last if not request.is_finished()]
         return Traffic(
             disk_bytes=self._unread_bytes + sum(size for _, size in self._planned),
             decodes=self._decodes,
             wait_s=self._wait_s(req_id),
-            notice_s=self._last_s / 2 if self._is_busy else 0.0,
+            notice_s=self._last_s / 2 if running else 0.0,
         )
+
+    @property
+    def _decodes(self) -> int:
+        # vLLM tells backends of a request's end only with the step after.
+        return sum(decodes and not request.is_finished() for request, decodes in self._last)
 
     def _wait_s(self, req_id: str) -> float:
         """Seconds of computation of other requests' prompts."""
@@ -113,6 +120,7 @@ class Workload:
         """A step has been scheduled."""
         self._number = number
         self._admitted.clear()
+        self._last = []
         for req_id in output.preempted_req_ids or ():
             self._unfinished.pop(req_id, None)
         step = _Step(number, self._clock())
@@ -122,11 +130,10 @@ class Workload:
                 # vLLM counts the tokens as computed only after this.
                 request, start = state.req, state.req.num_computed_tokens
                 is_prompt = start < request.num_prompt_tokens
+                self._last.append((request, not is_prompt))
                 self._take_in(step, req_id, Span(start, start + count), is_prompt=is_prompt)
                 if is_prompt and start + count < request.num_tokens:
                     self._unfinished[req_id] = Span(start + count, request.num_tokens)
-        self._decodes = step.decodes
-        self._is_busy = output.total_num_scheduled_tokens > 0
         self._steps.append(step)
 
     def _take_in(self, step: _Step, req_id: str, span: Span, *, is_prompt: bool) -> None:
