@@ -38,9 +38,10 @@ ATTRIBUTES = {
     ("vllm/v1/core/sched/output.py", "SchedulerOutput"): (
         "finished_req_ids",
         "num_scheduled_tokens",
-        "preempted_req_ids",
+        "scheduled_cached_reqs",
         "total_num_scheduled_tokens",
     ),
+    ("vllm/v1/core/sched/output.py", "CachedRequestData"): ("resumed_req_ids",),
     ("vllm/v1/request.py", "Request"): (
         "block_hashes",
         "kv_transfer_params",

@@ -307,6 +307,21 @@ def test_steps_teach_what_they_computed(gated: MakeGated) -> None:
     ]
 
 
+def test_a_request_that_begins_again_is_a_prompt_again(gated: MakeGated) -> None:
+    it = gated()
+    request = it.engine.occupy()
+    it.engine.step()
+    scheduler = it.engine.scheduler
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+    it.engine.step()
+    prompt = TOKENS_PER_CHUNK + 5
+    assert [sample.decodes for sample in it.known.steps] == [0, 1, 0]
+    assert it.known.steps[2].tokens >= prompt
+    it.engine.step()
+    assert it.known.steps[3].decodes == 1
+
+
 def test_the_context_of_computed_tokens_is_told(gated: MakeGated) -> None:
     it = gated(disk_s=0.5)
     it.engine.add("B", 5)

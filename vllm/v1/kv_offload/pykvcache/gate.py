@@ -281,7 +281,7 @@ class SchedulerGate:
         """A step has been scheduled."""
         for req_id in output.finished_req_ids:
             self.forget(req_id)
-        for req_id in output.num_scheduled_tokens:
+        for req_id in [name for name in self._decided if name in output.num_scheduled_tokens]:
             self._count(req_id)
         self.workload.begin_step(number, scheduler, output)
 

@@ -62,8 +62,9 @@ class Workload:
         self._steps: deque[_Step] = deque()
         self._last_end = -float("inf")
         self._last_s = 0.0
-        self._last: list[tuple[Request, bool]] = []
-        """Requests of the last step, and whether they decoded."""
+        self._prefilling: list[Request] = []
+        """Of the last step."""
+        self._decoding: dict[str, Request] = {}
         self._number = 0
         self._unread_bytes = 0
         self._planned: deque[tuple[int, int]] = deque()
@@ -71,18 +72,19 @@ class Workload:
 
     def traffic(self, req_id: str) -> Traffic:
         """What stands before a request that is looked up now."""
-        running = [request for request, _ in self._last if not request.is_finished()]
+        decodes = self._decodes
+        is_busy = decodes or any(not request.is_finished() for request in self._prefilling)
         return Traffic(
             disk_bytes=self._unread_bytes + sum(size for _, size in self._planned),
-            decodes=self._decodes,
+            decodes=decodes,
             wait_s=self._wait_s(req_id),
-            notice_s=self._last_s / 2 if running else 0.0,
+            notice_s=self._last_s / 2 if is_busy else 0.0,
         )
 
     @property
     def _decodes(self) -> int:
         # vLLM tells backends of a request's end only with the step after.
-        return sum(decodes and not request.is_finished() for request, decodes in self._last)
+        return sum(not request.is_finished() for request in self._decoding.values())
 
     def _wait_s(self, req_id: str) -> float:
         """Seconds of computation of other requests' prompts."""
@@ -110,9 +112,10 @@ class Workload:
         self._planned.append((self._number + 1, disk_bytes))
 
     def forget(self, req_id: str) -> None:
-        """A request has finished."""
+        """A request has finished, or begins again."""
         self._unfinished.pop(req_id, None)
         self._admitted.pop(req_id, None)
+        self._decoding.pop(req_id, None)
 
     def begin_step(
         self, number: int, scheduler: OffloadingConnectorScheduler, output: SchedulerOutput
@@ -120,31 +123,34 @@ class Workload:
         """A step has been scheduled."""
         self._number = number
         self._admitted.clear()
-        self._last = []
-        for req_id in output.preempted_req_ids or ():
-            self._unfinished.pop(req_id, None)
+        self._prefilling.clear()
+        # Not every model runner is told of preemptions, but who resumes is known.
+        for req_id in (*output.finished_req_ids, *output.scheduled_cached_reqs.resumed_req_ids):
+            self.forget(req_id)
         step = _Step(number, self._clock())
         for req_id, count in output.num_scheduled_tokens.items():
-            state = scheduler._req_status.get(req_id)
-            if state is not None:
-                # vLLM counts the tokens as computed only after this.
-                request, start = state.req, state.req.num_computed_tokens
-                is_prompt = start < request.num_prompt_tokens
-                self._last.append((request, not is_prompt))
-                self._take_in(step, req_id, Span(start, start + count), is_prompt=is_prompt)
-                if is_prompt and start + count < request.num_tokens:
-                    self._unfinished[req_id] = Span(start + count, request.num_tokens)
+            # Nearly all requests of nearly all steps: they are not looked at any closer.
+            if req_id in self._decoding:
+                step.decodes += 1
+            elif (state := scheduler._req_status.get(req_id)) is not None:
+                self._take_in(step, state.req, count)
         self._steps.append(step)
 
-    def _take_in(self, step: _Step, req_id: str, span: Span, *, is_prompt: bool) -> None:
-        self._unfinished.pop(req_id, None)
-        if not is_prompt:
+    def _take_in(self, step: _Step, request: Request, count: int) -> None:
+        # vLLM counts the tokens as computed only after this.
+        start = request.num_computed_tokens
+        self._unfinished.pop(request.request_id, None)
+        if start >= request.num_prompt_tokens:
             step.decodes += 1
+            self._decoding[request.request_id] = request
             return
-        count = span.end - span.start
+        self._prefilling.append(request)
+        span = Span(start, start + count)
         step.tokens += count
-        step.token_contexts += count * span.start + count * (count - 1) // 2
+        step.token_contexts += count * start + count * (count - 1) // 2
         step.expected_s += self._compute_s(span)
+        if span.end < request.num_tokens:
+            self._unfinished[request.request_id] = Span(span.end, request.num_tokens)
 
     def end_step(self, report: WorkerReport) -> None:
         """A step has ended, and those before it; learn from it."""
