@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 from rebasing import burden, seams
+from rebasing.pins import MACHINES, add_pin, download
 from rebasing.workspace import ConflictError, RebaseError, Workspace, versions_of
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +28,7 @@ from distribution.fetch import cache_dir, sha256_of, upstream_wheel
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PATCHES = REPOSITORY / "patches"
+PINS = REPOSITORY / "upstream.toml"
 FOLDER = REPOSITORY / "build" / "patches"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.splitlines()[0])
@@ -50,7 +52,7 @@ def wheel_of(version: str, given: Path | None = None) -> Path:
         if not given.is_file():
             raise RebaseError(f"--wheel {given}: there is no such file")
         return given
-    distribution = pins.load(REPOSITORY / "upstream.toml")
+    distribution = pins.load(PINS)
     for pin in distribution.upstreams:
         if pin.version == version:
             return upstream_wheel(pin, os.environ, console.print)
@@ -214,12 +216,15 @@ def new_release(
     conformance: Annotated[bool, typer.Option(help="Run upstream's own tests too.")] = True,
 ) -> None:
     """Do everything that a new version of vLLM asks for, and print what is left."""
-    wheel = download(version)
-    print(f"pin it in upstream.toml:\n{pin_text(version, wheel)}")
+    wheels = {machine: download(version, machine, cache_dir(os.environ)) for machine in MACHINES}
+    known = {(pin.target, pin.version) for pin in pins.load(PINS).upstreams}
+    if ("cuda", version) not in known:
+        add_pin(PINS, version, {machine: sha256_of(wheel) for machine, wheel in wheels.items()})
+        print(f"{shown(PINS)}: {version} is pinned, the default for CUDA from here on")
     place = workspace()
-    newest = versions_of(PATCHES)[-1]
+    newest = [each for each in versions_of(PATCHES) if each != version][-1]
     place.import_wheel(newest, wheel_of(newest))
-    place.import_wheel(version, wheel)
+    place.import_wheel(version, wheels[MACHINES[0]])
     place.rebase(newest, version)
     report_export(place, version)
     found = misfits(place, version)
@@ -234,42 +239,10 @@ def new_release(
         if subprocess.run(command, cwd=REPOSITORY, check=False).returncode
     ]
     print("left to do:")
-    print("  add the entry above to upstream.toml (and aarch64's checksum), run make env test")
-    print("  set the version in README.md, CHANGELOG.md and the Dockerfile")
+    print("  set the version in README.md, CHANGELOG.md and the Dockerfile; build its wheel")
     for command in failed:
         print(f"  repair: {' '.join(command[1:])}")
     raise typer.Exit(1 if failed or found else 0)
-
-
-def download(version: str) -> Path:
-    """The wheel of a version from the package index, kept where pinned ones are.
-
-    Raises:
-        RebaseError: there is none for this machine.
-    """
-    folder = cache_dir(os.environ)
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["pip", "download", "-q", "--no-deps", "--only-binary", ":all:", f"vllm=={version}"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "-d", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = sorted(folder.glob(f"vllm-{version}-*.whl"))
-    if done.returncode or not found:
-        lines = done.stderr.strip().splitlines() or ["no wheel"]
-        raise RebaseError(f"vLLM {version} cannot be downloaded: {lines[-1]}")
-    return found[0]
-
-
-def pin_text(version: str, wheel: Path) -> str:
-    """The entry of upstream.toml for a wheel."""
-    machine = "aarch64" if wheel.name.endswith("aarch64.whl") else "x86_64"
-    return (
-        f'[[upstream]]\ntarget = "cuda"\nproject = "vllm"\nversion = "{version}"\n'
-        f'[upstream.sha256]\n{machine} = "{sha256_of(wheel)}"\n'
-    )
 
 
 def shown(path: Path) -> str:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from distribution import upstream
 from rebasing import burden, seams
+from rebasing.pins import add_pin
 from rebasing.workspace import ConflictError, RebaseError, Workspace, versions_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -229,6 +232,28 @@ def test_a_variable_that_upstream_calls_otherwise_is_named(checkout: Checkout) -
     core.write_text("def start(sizes):\n    return len(groups)\n")
     (found,) = seams.undefined_names(checkout.place.folder, ["vllm/core.py"])
     assert "vllm/core.py:2" in found and "groups" in found
+
+
+# --- pins
+
+
+def test_a_new_version_is_pinned_before_the_others_of_its_target(tmp_path: Path) -> None:
+    path = tmp_path / "upstream.toml"
+    path.write_text((REPOSITORY / "upstream.toml").read_text())
+    before = upstream.load(path)
+    add_pin(path, "9.9.0", {"x86_64": "aa", "aarch64": "bb"})
+    after = upstream.load(path)
+    added, *rest = after.upstreams
+    assert (added.target, added.project, added.version) == ("cuda", "vllm", "9.9.0")
+    assert added.sha256 == {"x86_64": "aa", "aarch64": "bb"}
+    assert replace(after, upstreams=tuple(rest)) == before
+
+
+def test_pins_without_a_place_for_a_new_one_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "upstream.toml"
+    path.write_text("[distribution]\n")
+    with pytest.raises(RebaseError, match=r"upstream\.toml has no \[\[upstream\]\]"):
+        add_pin(path, "9.9.0", {})
 
 
 # --- the workflow
