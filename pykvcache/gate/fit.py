@@ -18,6 +18,10 @@ SOLVE_EVERY = 8
 """Samples after which the prices are worked out again, once trusted: it takes 0.1 ms, and an
 engine's steps come every few milliseconds."""
 
+CONTRADICTION = 4.0
+"""Factor by which two samples in a row must contradict those before, while there are few, for these
+to be forgotten: the first ones may be of a cold machine, or of one that nobody else used yet."""
+
 OUTLIER = 2.0
 """Factor beyond which a sample that contradicts the estimate counts as this factor."""
 
@@ -54,6 +58,8 @@ class Prices:
         self._proportional = proportional
         self._prices = self._scale.copy()
         self.samples = 0
+        self._contradiction = 0
+        """Which way the last sample contradicted: 1 for dearer, -1 for cheaper."""
 
     @property
     def prices(self) -> Sequence[float]:
@@ -66,7 +72,8 @@ class Prices:
 
     def add(self, amounts: Sequence[float], total: float) -> None:
         """Learn that the amounts cost so much. One outlier moves little."""
-        if not self.samples:
+        if not self.samples or (self.samples < TRUST and self._is_contradicted(amounts, total)):
+            self._gram[:], self._moments[:] = 0.0, 0.0
             self._rescale(amounts, total)
         expected = self.total(amounts)
         if self.samples >= TRUST:
@@ -78,6 +85,15 @@ class Prices:
         self._moments = self._keep * self._moments + weight * total * row
         if self.samples <= TRUST or self.samples % SOLVE_EVERY == 0:
             self._solve()
+
+    def _is_contradicted(self, amounts: Sequence[float], total: float) -> bool:
+        """Relative errors forgive estimates that are far too low, since they are never more than
+        all of the total: a few wrong samples could only be outvoted by many right ones."""
+        ratio = total / max(self.total(amounts), 1e-12)
+        way = (ratio > CONTRADICTION) - (ratio < 1 / CONTRADICTION)
+        is_second = way != 0 and way == self._contradiction
+        self._contradiction = 0 if is_second else way
+        return is_second
 
     def _rescale(self, amounts: Sequence[float], total: float) -> None:
         """Take over the size of the first sample: only what tells prices apart is the prior's."""

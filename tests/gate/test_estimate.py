@@ -91,6 +91,15 @@ def test_follows_a_gpu_that_others_use_too():
     assert served.estimate.compute_s(0, 8192, IDLE) == pytest.approx(alone, rel=0.3)
 
 
+@pytest.mark.parametrize("first", [0.003, 3.0], ids=["fast", "slow"])
+def test_a_first_load_that_was_like_no_other_is_soon_forgotten(first):
+    estimate = OnlineEstimate(TOKEN_BYTES)
+    size, seconds = 64 << 20, 0.1
+    for now, taken in enumerate((first, seconds, seconds, seconds)):
+        estimate.observe_load(LoadSample(0, size, 0, taken), now)
+    assert estimate.load_s(0, size, IDLE) == pytest.approx(seconds, rel=0.3)
+
+
 @pytest.mark.parametrize("slower", [0.1, 10.0])
 def test_one_outlier_moves_little(slower):
     served = Served(Machine())
