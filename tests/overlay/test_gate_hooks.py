@@ -315,9 +315,9 @@ def test_a_request_that_begins_again_is_a_prompt_again(gated: MakeGated) -> None
     scheduler.running.remove(request)
     scheduler._preempt_request(request, 0.0)
     it.engine.step()
-    prompt = TOKENS_PER_CHUNK + 5
     assert [sample.decodes for sample in it.known.steps] == [0, 1, 0]
-    assert it.known.steps[2].tokens >= prompt
+    # Its chunk is still in the GPU's prefix cache; two tokens were generated.
+    assert it.known.steps[2].tokens == 5 + 2
     it.engine.step()
     assert it.known.steps[3].decodes == 1
 
