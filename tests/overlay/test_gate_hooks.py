@@ -174,6 +174,17 @@ def test_reads_for_others_can_make_a_load_too_late(gated: MakeGated) -> None:
     assert it.gate.declined_loads == {"busy": 1}
 
 
+def test_the_disk_reads_on_during_a_step(gated: MakeGated) -> None:
+    it = gated(disk_s=0.5)
+    it.engine.worker.unread_bytes = 10 * CHUNK_BYTES
+    it.engine.occupy()
+    assert it.gate.workload.traffic("B").disk_bytes == 10 * CHUNK_BYTES
+    it.time[0] += 3.0
+    assert it.gate.workload.traffic("B").disk_bytes == 4 * CHUNK_BYTES
+    it.time[0] += 3.0
+    assert it.gate.workload.traffic("B").disk_bytes == 0
+
+
 def test_a_load_that_no_worker_has_seen_yet_counts_as_a_read(gated: MakeGated) -> None:
     it = gated(disk_s=0.5)
     it.gate.workload.plan_load(7 * CHUNK_BYTES)

@@ -67,6 +67,7 @@ class Workload:
         self._decoding: dict[str, Request] = {}
         self._number = 0
         self._unread_bytes = 0
+        self._reported_at = 0.0
         self._planned: deque[tuple[int, int]] = deque()
         """Loads that no worker has seen yet: the step that carries them, bytes on disk."""
 
@@ -75,11 +76,18 @@ class Workload:
         decodes = self._decodes
         is_busy = decodes or any(not request.is_finished() for request in self._prefilling)
         return Traffic(
-            disk_bytes=self._unread_bytes + sum(size for _, size in self._planned),
+            disk_bytes=self._left_to_read() + sum(size for _, size in self._planned),
             decodes=decodes,
             wait_s=self._wait_s(req_id),
             notice_s=self._last_s / 2 if is_busy else 0.0,
         )
+
+    def _left_to_read(self) -> int:
+        """By now: reports come with the ends of steps, and the disk reads on meanwhile."""
+        if not self._unread_bytes:
+            return 0
+        since_s = self._clock() - self._reported_at
+        return max(0, self._unread_bytes - int(since_s * self._estimate.bytes_per_s("disk")))
 
     @property
     def _decodes(self) -> int:
@@ -167,7 +175,7 @@ class Workload:
                 )
         while self._planned and self._planned[0][0] <= report.step:
             self._planned.popleft()
-        self._unread_bytes = report.unread_bytes
+        self._unread_bytes, self._reported_at = report.unread_bytes, now
         for load in report.loads.values():
             self._estimate.observe_load(
                 LoadSample(load.dram_bytes, load.disk_bytes, load.ahead_bytes, load.seconds), now
