@@ -4,24 +4,20 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from pykvcache.capacity.scan import FileEntry, Leaf, identities, leaves
+from pykvcache import contents
+from pykvcache.capacity.scan import identities
 from pykvcache.config import Config, parse_config
+from pykvcache.contents import Found
 from pykvcache.errors import ConfigError
-from pykvcache.identity import FILE_NAME
-from pykvcache.layout import SUFFIX
 
 RootOption = Annotated[
     Path | None,
@@ -50,30 +46,6 @@ def config_of(root: Path | None, **options: Any) -> Config:
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A chunk's file."""
-
-    identity: Path
-    leaf: Leaf
-    file: FileEntry
-
-    @property
-    def key(self) -> str:
-        """In hex."""
-        return self.file.name.removesuffix(SUFFIX)
-
-    @property
-    def path(self) -> str:
-        """Of the file."""
-        return f"{self.leaf.path}/{self.file.name}"
-
-    @property
-    def rank(self) -> int:
-        """Whose bytes it holds."""
-        return int(Path(self.leaf.path).parent.name.removeprefix("rank-"))
-
-
 def chosen_identities(root: Path, start: str) -> list[Path]:
     """The directories of the root's identities, of those whose name starts so.
 
@@ -91,11 +63,8 @@ def chosen_identities(root: Path, start: str) -> list[Path]:
 
 
 def chunks(chosen: list[Path]) -> Iterator[Found]:
-    """Every chunk's file of these identities; in memory are those of one leaf directory."""
-    for identity in chosen:
-        for leaf in leaves(identity, complain):
-            for file in leaf.chunks:
-                yield Found(identity, leaf, file)
+    """Every chunk's file of these identities; what cannot be read is said."""
+    return contents.chunks(chosen, complain)
 
 
 def complain(path: str, error: OSError) -> None:
@@ -103,27 +72,9 @@ def complain(path: str, error: OSError) -> None:
     print(f"pykvcache: '{path}' cannot be read: {error.strerror}", file=sys.stderr)
 
 
-def model_of(identity: Path) -> str:
-    """The model's name in an identity's facts; '?' if they cannot be read."""
-    try:
-        return str(msgspec.json.decode((identity / FILE_NAME).read_bytes())["model"])
-    except (OSError, msgspec.DecodeError, KeyError, TypeError):
-        return "?"
-
-
-def check_key(text: str) -> str:
-    """A key as it is in the files' names.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    key = os.path.basename(text).removesuffix(SUFFIX).lower()
-    if not re.fullmatch(r"(?:[0-9a-f]{2}){1,64}", key):
-        raise ConfigError(
-            f"key is '{text}': must be the hex digits of a chunk's file name, as `pykvcache ls` "
-            "shows them"
-        )
-    return key
+def complain_of_removal(path: str, error: OSError) -> None:
+    """Likewise of what cannot be removed."""
+    print(f"pykvcache: '{path}' cannot be removed: {error.strerror}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:

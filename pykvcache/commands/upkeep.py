@@ -3,36 +3,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from pykvcache import contents
 from pykvcache.capacity.evictor import Evictor, Round
 from pykvcache.capacity.keeper import budget_of, policy_of
-from pykvcache.capacity.pins import DIRECTORY, Pins
-from pykvcache.commands.prompts import (
-    PromptOption,
-    TokenizerOption,
-    TokensOption,
-    groups_of,
-)
+from pykvcache.commands.prompts import PromptOption, TokenizerOption, TokensOption, groups_of
 from pykvcache.commands.roots import (
-    Found,
     JsonOption,
     ModelOption,
     RootOption,
-    check_key,
     chosen_identities,
-    chunks,
+    complain,
+    complain_of_removal,
     config_of,
     print_json,
 )
+from pykvcache.contents import check_key
 from pykvcache.errors import ConfigError
-from pykvcache.layout import ChunkPaths
 from pykvcache.sizes import format_bytes
 
 KeyOrNone = Annotated[str, typer.Argument(help="A chunk's key in hex, or its file's name.")]
@@ -118,33 +109,15 @@ def clear(
     names = ", ".join(each.name for each in chosen) or "nothing"
     if not yes:
         typer.confirm(f"Remove all chunks of {names} in '{config.root}'?", abort=True, err=True)
-    files = size = failed = 0
-    for found in chunks(chosen):
-        if _remove(found):
-            files += 1
-            size += found.file.size
-        else:
-            failed += 1
-    for each in chosen:
-        shutil.rmtree(each / DIRECTORY, ignore_errors=True)
+    removed = contents.remove_all(chosen, complain, complain_of_removal)
     if as_json:
-        print_json({"removed_files": files, "removed_bytes": size, "failed_files": failed})
+        document = {"removed_files": removed.files, "removed_bytes": removed.size}
+        print_json({**document, "failed_files": removed.failed})
     else:
-        print(f"removed {files} files, {format_bytes(size)}" + f"; {failed} failed" * bool(failed))
-    if failed:
+        failed = f"; {removed.failed} failed" if removed.failed else ""
+        print(f"removed {removed.files} files, {format_bytes(removed.size)}{failed}")
+    if removed.failed:
         raise typer.Exit(1)
-
-
-def _remove(found: Found) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            os.unlink(found.path)
-        except OSError as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            typer.echo(f"'{found.path}' cannot be removed: {error.strerror}", err=True)
-            return False
-    return True
 
 
 def pin(
@@ -158,20 +131,12 @@ def pin(
 ) -> None:
     """Never evict a chunk, or those of a prompt that are on disk."""
     where, keys = _chosen(key, prompt, tokens, tokenizer, root, identity)
-    pinned = [digits for digits in keys if _holds(where, digits)]
-    if not pinned:
-        raise ConfigError(f"none of the prompt's chunks is in '{where}'")
     try:
-        for digits in pinned:
-            Pins(where).add(digits)
+        kept = contents.pin(where, keys)
     except OSError as error:
         raise ConfigError(f"'{where}' cannot be pinned in: {error.strerror}") from None
-    evicted = [digits for digits in pinned if not _holds(where, digits)]
-    for digits in evicted:  # between the look and the pin
-        Pins(where).remove(digits)
-    kept = [digits for digits in pinned if digits not in evicted]
     if not kept:
-        raise ConfigError(f"key is '{pinned[0]}': the chunk has just been evicted")
+        raise ConfigError(f"none of these chunks is in '{where}' any more, or yet")
     _tell_pins(where, kept, "pinned", as_json)
 
 
@@ -190,14 +155,14 @@ def unpin(
         found = [
             each
             for each in chosen_identities(config_of(root).root, identity)
-            if _unpin(each, digits)
+            if _unpin(each, [digits])
         ]
         if not found:
             raise ConfigError(f"key is '{digits}': it is not pinned")
         _tell_pins(found[0], [digits], "unpinned", as_json)
         return
     where, keys = _chosen(key, prompt, tokens, tokenizer, root, identity)
-    unpinned = [digits for digits in keys if _unpin(where, digits)]
+    unpinned = _unpin(where, keys)
     if not unpinned:
         raise ConfigError(f"none of the prompt's chunks is pinned in '{where}'")
     _tell_pins(where, unpinned, "unpinned", as_json)
@@ -221,11 +186,11 @@ def _chosen(
     return chosen[0], [digits for group in groups for digits in group.keys]
 
 
-def _unpin(identity: Path, digits: str) -> bool:
+def _unpin(identity: Path, keys: list[str]) -> list[str]:
     try:
-        return Pins(identity).remove(digits)
+        return contents.unpin(identity, keys)
     except OSError as error:
-        raise ConfigError(f"'{digits}' cannot be unpinned: {error.strerror}") from None
+        raise ConfigError(f"chunks cannot be unpinned: {error.strerror}") from None
 
 
 def _tell_pins(identity: Path, keys: list[str], done: str, as_json: bool) -> None:
@@ -237,17 +202,10 @@ def _tell_pins(identity: Path, keys: list[str], done: str, as_json: bool) -> Non
 
 
 def _where(root: Path, start: str, digits: str) -> Path:
-    holders = [each for each in chosen_identities(root, start) if _holds(each, digits)]
+    holders = [each for each in chosen_identities(root, start) if contents.holds(each, digits)]
     if not holders:
         raise ConfigError(f"key is '{digits}': no chunk of that key is in '{root}'")
     if len(holders) > 1:
         names = ", ".join(each.name for each in holders)
         raise ConfigError(f"key is '{digits}': several identities hold it, choose one: {names}")
     return holders[0]
-
-
-def _holds(identity: Path, digits: str) -> bool:
-    return any(
-        os.path.exists(ChunkPaths(rank).final(bytes.fromhex(digits)))
-        for rank in identity.glob("rank-*")
-    )

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pykvcache.access import make_like
 from pykvcache.commands.roots import (
-    Found,
     JsonOption,
     ModelOption,
     RootOption,
@@ -27,6 +26,7 @@ from pykvcache.commands.roots import (
     config_of,
     print_json,
 )
+from pykvcache.contents import Found
 from pykvcache.errors import ConfigError
 from pykvcache.examine import find_defect, fingerprint_of
 from pykvcache.layout import Defect, quarantine_name

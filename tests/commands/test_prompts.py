@@ -14,10 +14,11 @@ pytest.importorskip("vllm.v1.kv_offload.pykvcache.prompt_hashes", reason="needs 
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
 
-from pykvcache.commands.prompts import cached_tokens, groups_of
+from pykvcache.commands.prompts import groups_of
 from pykvcache.errors import ConfigError
 from pykvcache.identity import FILE_NAME
 from pykvcache.layout import ChunkPaths, rank_directory
+from pykvcache.prompts import cached_tokens
 
 FACTS = {
     "model": "a model",
