@@ -8,8 +8,9 @@ The hashes are vLLM's own functions. Prompts of text alone: what images, adapter
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,18 +81,29 @@ def groups_of_tokens(facts: KeyFacts, tokens: Sequence[int]) -> list[Group]:
 def cached_tokens(identity: Path, groups: Sequence[Group]) -> int:
     """Tokens from the start of the prompt whose chunks are there, in all groups and ranks."""
     ranks = [ChunkPaths(rank) for rank in sorted(identity.glob("rank-*"))]
+    if not ranks:
+        return 0
+
+    def is_there(key: str) -> bool:
+        return all(os.path.exists(paths.final(bytes.fromhex(key))) for paths in ranks)
+
+    return leading_tokens(groups, is_there)
+
+
+def leading_tokens(groups: Sequence[Group], is_there: Callable[[str], bool]) -> int:
+    """Tokens from the start of the prompt whose chunks are there, in all groups.
+
+    Args:
+        groups: the prompt's chunks.
+        is_there: asked for keys in hex, of each group up to the first that is not.
+    """
     return min(
-        (group.tokens_per_chunk * _leading(ranks, group) for group in groups if ranks), default=0
+        (
+            group.tokens_per_chunk * sum(1 for _ in itertools.takewhile(is_there, group.keys))
+            for group in groups
+        ),
+        default=0,
     )
-
-
-def _leading(ranks: Sequence[ChunkPaths], group: Group) -> int:
-    count = 0
-    for key in group.keys:
-        if not all(os.path.exists(paths.final(bytes.fromhex(key))) for paths in ranks):
-            break
-        count += 1
-    return count
 
 
 def _hashes(facts: KeyFacts, tokens: Sequence[int]) -> list[bytes]:

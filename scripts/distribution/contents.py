@@ -26,6 +26,13 @@ OVERLAY = "vllm"
 PACKAGE = "pykvcache"
 VERSION_MODULE = "vllm/_version.py"
 COMMANDS = {"pykvcache": ("pykvcache/cli.py", "pykvcache.cli:main")}
+_CONTROL = "vllm/v1/kv_offload/pykvcache/control"
+PLUGINS = {
+    # HTTP routes, which vLLM loads only where VLLM_PLUGINS names them.
+    "vllm.endpoint_plugins": {
+        "pykvcache": (f"{_CONTROL}.py", f"{_CONTROL.replace('/', '.')}:ControlPlugin")
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,17 @@ class Project:
 
     def commands(self) -> dict[str, str]:
         """Our console scripts whose module exists in this checkout."""
+        return self._present(COMMANDS)
+
+    def entry_points(self) -> dict[str, dict[str, str]]:
+        """All our entry points whose module exists in this checkout, by group."""
+        groups = {"console_scripts": COMMANDS, **PLUGINS}
+        return {group: self._present(entries) for group, entries in groups.items()}
+
+    def _present(self, entries: Mapping[str, tuple[str, str]]) -> dict[str, str]:
         return {
             name: target
-            for name, (module, target) in COMMANDS.items()
+            for name, (module, target) in entries.items()
             if (self.root / module).is_file()
         }
 
@@ -163,7 +178,7 @@ def dist_info_files(project: Project, upstream: DistInfo) -> dict[str, bytes]:
             description=project.distribution.description,
         ),
         "WHEEL": metadata.rewrite_wheel(upstream.required("WHEEL"), upstream.tag),
-        "entry_points.txt": metadata.rewrite_entry_points(entry_points, project.commands()),
+        "entry_points.txt": metadata.rewrite_entry_points(entry_points, project.entry_points()),
         "top_level.txt": f"{PACKAGE}\n{OVERLAY}\n".encode(),
     }
 

@@ -125,7 +125,7 @@ def _requirement_inputs(project: Project, environ: Mapping[str, str]) -> Iterato
 def _content_inputs(project: Project) -> Iterator[bytes]:
     for folder in (project.root / "scripts/distribution", project.patches):
         yield from _named(project, sources(folder))
-    yield repr(sorted(project.commands())).encode()
+    yield repr(project.entry_points()).encode()
     linked = {_linked(project.root, name) for name in added_files(project.root)}
     yield "\n".join(sorted(linked)).encode()
 

@@ -92,14 +92,17 @@ def rewrite_wheel(raw: bytes, tag: str) -> bytes:
     return ("\n".join([*kept, f"Generator: {GENERATOR}", *tags]) + "\n").encode()
 
 
-def rewrite_entry_points(raw: bytes, scripts: Mapping[str, str]) -> bytes:
-    """entry_points.txt with console scripts added (name -> `module:object`)."""
+def rewrite_entry_points(raw: bytes, added: Mapping[str, Mapping[str, str]]) -> bytes:
+    """entry_points.txt with entries added: group -> name -> `module:object`."""
     lines = raw.decode("utf-8").splitlines()
-    header = "[console_scripts]"
-    if header not in lines:
-        lines = [header, *([""] if lines else []), *lines]
-    at = lines.index(header) + 1
-    lines[at:at] = [f"{name} = {target}" for name, target in sorted(scripts.items())]
+    for group, entries in reversed(added.items()):
+        if not entries:
+            continue
+        header = f"[{group}]"
+        if header not in lines:
+            lines = [header, *([""] if lines else []), *lines]
+        at = lines.index(header) + 1
+        lines[at:at] = [f"{name} = {target}" for name, target in sorted(entries.items())]
     return ("\n".join(lines).rstrip("\n") + "\n").encode()
 
 

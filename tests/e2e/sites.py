@@ -117,6 +117,7 @@ class FaultySite(Site):
             args=[f"--block-size={self.TOKENS_PER_BLOCK}"],
             env={
                 "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_PLUGINS": "fault_plugin,pykvcache",
                 "PYTHONPATH": str(self.install_plugin(HERE / "fault_plugin.py")),
                 "PYKVCACHE_FAULT_ORDER": str(self._order),
             },

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pykvcache.commands.trace_files import read_traces
@@ -51,6 +52,8 @@ class Run:
     after_preload: Metrics
     again: list[Completion]
     at_the_end: Metrics
+    looked_up: list[dict[str, int]]
+    """How much of each prompt is in files and in the pool, by the API."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,11 @@ def run(site: Site, prompts: Prompts) -> Iterator[Run]:
         "restarted",
         pool_gib=POOL_GIB,
         args=["--max-num-seqs=1"],
-        env={"VLLM_SERVER_DEV_MODE": "1", "PYKVCACHE_TRACE_PATH": str(traces_of(site))},
+        env={
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_PLUGINS": "pykvcache",
+            "PYKVCACHE_TRACE_PATH": str(traces_of(site)),
+        },
     ) as server:
         read_ahead = ask_while_one_runs(server, prompts.of(LONG_PROMPT_TOKENS, 99), asked)
         after_preload = server.metrics()
@@ -73,7 +80,15 @@ def run(site: Site, prompts: Prompts) -> Iterator[Run]:
         again = [server.complete(prompt, ANSWER_TOKENS, logprobs=True) for prompt in asked]
         server.complete(prompts.of(LONG_PROMPT_TOKENS, 98), ANSWER_TOKENS)  # collects what is left
         at_the_end = server.metrics()
-    yield Run(from_memory, read_ahead, after_preload, again, at_the_end)
+        looked_up = [look_up(server, prompt) for prompt in asked]
+    yield Run(from_memory, read_ahead, after_preload, again, at_the_end, looked_up)
+
+
+def look_up(server: Server, prompt: list[int]) -> dict[str, int]:
+    url = f"http://127.0.0.1:{server.port}/v1/pykvcache/lookup"
+    reply = httpx.post(url, json={"prompt": prompt}, timeout=120.0, trust_env=False)
+    cached: dict[str, int] = reply.raise_for_status().json()["cached_tokens"]
+    return cached
 
 
 def traces_of(site: Site) -> Path:
@@ -109,6 +124,10 @@ def test_every_file_is_read_once(run: Run) -> None:
     expected = PROMPTS * CHUNKS * FILE_SIZE_BYTES
     assert run.after_preload.total(FILE_BYTES, direction="load") == expected
     assert run.at_the_end.total(FILE_BYTES, direction="load") == expected, "DRAM holds them all"
+
+
+def test_the_api_tells_what_the_pool_holds(run: Run) -> None:
+    assert run.looked_up == [{"disk": CHUNKS * 256, "dram": CHUNKS * 256}] * PROMPTS
 
 
 def test_nothing_is_left_in_use(run: Run) -> None:

@@ -62,6 +62,13 @@ def test_backend_is_installed(installed: importlib.metadata.Distribution) -> Non
         assert {f"{BACKEND}/{name}" for name in ours} <= recorded
 
 
+def test_api_is_found_by_its_entry_point(installed: importlib.metadata.Distribution) -> None:
+    found = installed.entry_points.select(group="vllm.endpoint_plugins", name="pykvcache")
+    assert [point.value for point in found] == [
+        "vllm.v1.kv_offload.pykvcache.control:ControlPlugin"
+    ]
+
+
 def test_requirements_are_ours_and_upstreams(
     installed: importlib.metadata.Distribution,
 ) -> None:

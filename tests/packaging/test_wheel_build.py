@@ -155,6 +155,15 @@ def test_command_exists_only_with_its_module(checkout: Checkout, tmp_path: Path)
     assert b"pykvcache = pykvcache.cli:main\n" in contents(build(checkout, tmp_path / "b"))[name]
 
 
+def test_plugin_exists_only_with_its_module(checkout: Checkout, tmp_path: Path) -> None:
+    name = f"{INFO}/entry_points.txt"
+    assert b"endpoint_plugins" not in contents(build(checkout, tmp_path / "a"))[name]
+    checkout.write("vllm/v1/kv_offload/pykvcache/control.py", "ControlPlugin = object\n")
+    assert (
+        b"[vllm.endpoint_plugins]\npykvcache = vllm.v1.kv_offload.pykvcache.control:ControlPlugin\n"
+    ) in contents(build(checkout, tmp_path / "b"))[name]
+
+
 def test_bytecode_and_hidden_files_stay_out(checkout: Checkout, tmp_path: Path) -> None:
     for name in (
         "pykvcache/__pycache__/core.cpython-311.pyc",

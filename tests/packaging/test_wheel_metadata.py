@@ -74,13 +74,18 @@ def test_tags_come_from_the_file_name() -> None:
 
 
 def test_entry_points_are_added_to_upstreams() -> None:
-    found = rewrite_entry_points(ENTRY_POINTS.encode(), {"pykvcache": "pykvcache.cli:app"})
+    scripts = {"console_scripts": {"pykvcache": "pykvcache.cli:app"}}
+    found = rewrite_entry_points(ENTRY_POINTS.encode(), scripts)
     assert found.decode() == ENTRY_POINTS.replace(
         "[console_scripts]\n", "[console_scripts]\npykvcache = pykvcache.cli:app\n"
     )
-    assert rewrite_entry_points(ENTRY_POINTS.encode(), {}).decode() == ENTRY_POINTS
-    assert rewrite_entry_points(b"[a]\nb = c:d\n", {"x": "y:z"}) == (
+    for nothing in ({}, {"console_scripts": {}}):
+        assert rewrite_entry_points(ENTRY_POINTS.encode(), nothing).decode() == ENTRY_POINTS
+    assert rewrite_entry_points(b"[a]\nb = c:d\n", {"console_scripts": {"x": "y:z"}}) == (
         b"[console_scripts]\nx = y:z\n\n[a]\nb = c:d\n"
+    )
+    assert rewrite_entry_points(b"[a]\nb = c:d\n", {"a": {"e": "f:g"}, "h": {"i": "j:k"}}) == (
+        b"[h]\ni = j:k\n\n[a]\ne = f:g\nb = c:d\n"
     )
 
 

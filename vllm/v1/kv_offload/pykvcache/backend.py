@@ -37,6 +37,7 @@ def configure(vllm_config: VllmConfig) -> None:
     """
     from vllm.config import KVTransferConfig
 
+    from vllm.v1.kv_offload.pykvcache.control_worker import extend_worker
     from vllm.v1.kv_offload.pykvcache.facts import model_facts
     from vllm.v1.kv_offload.pykvcache.models import check_model, has_recurrent_state
 
@@ -75,6 +76,7 @@ def configure(vllm_config: VllmConfig) -> None:
     if transfer.kv_load_failure_policy is None:
         transfer.kv_load_failure_policy = "recompute"
     vllm_config.kv_transfer_config = transfer
+    extend_worker(vllm_config)
 
 
 @contextmanager

@@ -59,6 +59,7 @@ class PyKVCacheWorker(OffloadingWorker):
         options, parallel = spec.options, spec.config.parallel
         self._options = options
         geometry = geometry_of(caches, spec.blocks_per_chunk)
+        self.server_directory = spec.directory
         directory = rank_directory(spec.directory, parallel.rank)
         rank_identity = RankIdentity(
             server=spec.identity.fingerprint.hex(),
@@ -99,6 +100,8 @@ class PyKVCacheWorker(OffloadingWorker):
             writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
             timeline=Timeline(tracer) if tracer is not None else None,
         )
+        self.in_dram: set[bytes] = set()
+        """Chunks in the pool, as last told to the scheduler."""
         self._frozen = False
         # Other stages and data parallel engines wait for this one's steps, empty ones too.
         waits = parallel.pp_size == 1 and parallel.data_parallel_size == 1
@@ -179,6 +182,7 @@ class PyKVCacheWorker(OffloadingWorker):
         dram: Counter[OffloadKey] = Counter()
         for key, change in self._reactor.take_dram_changes():
             dram[OffloadKey(key)] += change
+            (self.in_dram.add if change > 0 else self.in_dram.discard)(key)
         loads, self._ended_loads = self._ended_loads, {}
         return WorkerReport(
             step=self.step,
