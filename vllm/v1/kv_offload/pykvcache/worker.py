@@ -100,8 +100,6 @@ class PyKVCacheWorker(OffloadingWorker):
             writer=f"{os.getpid():x}-{secrets.token_hex(6)}",
             timeline=Timeline(tracer) if tracer is not None else None,
         )
-        self.in_dram: set[bytes] = set()
-        """Chunks in the pool, as last told to the scheduler."""
         self._frozen = False
         # Other stages and data parallel engines wait for this one's steps, empty ones too.
         waits = parallel.pp_size == 1 and parallel.data_parallel_size == 1
@@ -140,6 +138,8 @@ class PyKVCacheWorker(OffloadingWorker):
     def _begin_reports(self, chunk_bytes: int) -> None:
         self.step = 0
         """Number of the engine's step, as the scheduler counts."""
+        self.in_dram: set[bytes] = set()
+        """Chunks in the pool, as last told to the scheduler."""
         self._ended_loads: dict[int, LoadReport] = {}
         self._ahead_bytes: dict[int, int] = {}
         self._gauges_seen: Gauges | None = None
