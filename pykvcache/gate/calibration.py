@@ -7,6 +7,7 @@ themselves are kept, so that the gate can price any hit. ``pykvcache calibrate``
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import itertools
@@ -194,6 +195,11 @@ class CalibrationFile(_Part):
         return value
 
 
+PIECES = 32
+"""Straight pieces between two points of a curve. A scheduler asks hundreds of times a second, and
+one point of a spline takes as long to evaluate as all of them."""
+
+
 class _Monotone:
     """PCHIP through points (Fritsch and Butland 1984), which is monotone where they are;
     beyond the last point straight on."""
@@ -207,17 +213,27 @@ class _Monotone:
         slope: beyond the last point; None for that at it.
         """
         values = [round(value, 12) for value in values]  # a picosecond's slope would overflow
-        self._inside = PchipInterpolator(places, values)
+        curve = PchipInterpolator(places, values)
+        self._places = [
+            low + (high - low) * piece / PIECES
+            for low, high in itertools.pairwise(places)
+            for piece in range(PIECES)
+        ]
+        self._places.append(float(places[-1]))
+        self._values: list[float] = curve(self._places).tolist()
         self._last, self._value = float(places[-1]), float(values[-1])
         secant = (values[-1] - values[-2]) / (places[-1] - places[-2])
         # No gentler than the last piece: a longer context never makes a token cheaper.
-        last = max(float(self._inside.derivative()(self._last)), secant)
+        last = max(float(curve.derivative()(self._last)), secant)
         self.slope = last if slope is None else slope
 
     def __call__(self, place: float) -> float:
         if place >= self._last:
             return self._value + (place - self._last) * self.slope
-        return float(self._inside(max(place, 0.0)))
+        at = max(1, bisect.bisect(self._places, place))
+        low, high = self._places[at - 1 : at + 1]
+        below, above = self._values[at - 1 : at + 1]
+        return below + (above - below) * max(0.0, place - low) / (high - low)
 
 
 class ComputeTimes:
