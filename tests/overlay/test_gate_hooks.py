@@ -201,12 +201,28 @@ def test_always_loads_and_counts_what_would_be_declined(gated: MakeGated) -> Non
     assert it.gate.declined_tokens == {"slower": 5 * TOKENS_PER_CHUNK}
 
 
-@pytest.mark.parametrize(("wanted", "loads"), [("always", [5]), ("auto", []), ("sometimes", [])])
-def test_a_request_may_want_everything(gated: MakeGated, wanted: str, loads: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "loads"), [("always", [5]), ("auto", []), ("sometimes", []), ([], []), (None, [])]
+)
+def test_a_request_may_want_everything(gated: MakeGated, wanted: Any, loads: list[int]) -> None:
     it = gated(disk_s=2.0)
     it.engine.add("B", 5, params={"pykvcache_gate": wanted})
     it.run("B")
     assert it.loads() == loads
+    assert it.engine.manager.gate is not None
+
+
+def test_what_clients_send_is_told_once(gated: MakeGated, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        gate_module.logger, "warning", lambda text, *values: lines.append(text % values)
+    )
+    it = gated()
+    for name in "BCD":
+        it.engine.add(name, 2, params={"pykvcache_gate": name * 100})
+        it.run(name)
+    (line,) = lines
+    assert "must be 'auto' or 'always'" in line and len(line) < 250
 
 
 def test_of_a_sliding_window_all_is_loaded_or_nothing(gated: MakeGated) -> None:

@@ -137,6 +137,7 @@ class SchedulerGate:
         self._stores: dict[str, bool] = {}
         """Whether a request's chunks are stored: all of them, or none."""
         self._trials = 0
+        self._has_warned = False
         self._speeds: tuple[float, Mapping[str, float]] = (0.0, {})
         self._speeds_at = -float("inf")
 
@@ -160,7 +161,7 @@ class SchedulerGate:
             in_dram: whether a chunk is in every rank's pool.
         """
         decision = None
-        if hit and not _wants_all(request):
+        if hit and not self._wants_all(request):
             reaches = self._reaches(scheduler, request, cached, cached + hit, in_dram)
             offer = Offer(request.num_tokens, cached, reaches)
             traffic = self.workload.traffic(request.request_id)
@@ -188,7 +189,7 @@ class SchedulerGate:
         reaches = self._reaches(scheduler, request, hit.cached, hit.end, in_dram)
         offer = Offer(request.num_tokens, hit.cached, reaches)
         decision = decide(self.estimate, offer, traffic, self._margin)
-        if self._only_counts or _wants_all(request) or decision.tokens >= hit.end:
+        if self._only_counts or self._wants_all(request) or decision.tokens >= hit.end:
             return hit.keys, decision.chosen_s
         if decision.tokens <= hit.cached:
             return (), decision.chosen_s
@@ -285,6 +286,19 @@ class SchedulerGate:
             self._count(req_id)
         self.workload.begin_step(number, scheduler, output)
 
+    def _wants_all(self, request: Request) -> bool:
+        params: Mapping[str, Any] = request.kv_transfer_params or {}
+        wanted = params.get(PARAMETER, "auto")
+        if wanted not in ("auto", "always") and not self._has_warned:
+            self._has_warned = True  # once: clients choose what they send
+            logger.warning(
+                "KV offloading: '%s' in a request's kv_transfer_params is %.40r: must be 'auto' or "
+                "'always'; it is ignored, here and in requests to come",
+                PARAMETER,
+                wanted,
+            )
+        return bool(wanted == "always")
+
     def figures(self) -> GateFigures:
         """For metrics."""
         now = self._clock()
@@ -313,19 +327,6 @@ def _counts(where: Sequence[bool]) -> list[int]:
     spread = REACHES_MAX - len(borders)
     chosen = {-(-total * part // spread) for part in range(1, spread + 1)}
     return sorted(chosen | set(borders))
-
-
-def _wants_all(request: Request) -> bool:
-    params: Mapping[str, Any] = request.kv_transfer_params or {}
-    wanted = params.get(PARAMETER, "auto")
-    if wanted not in ("auto", "always"):
-        logger.warning_once(
-            "KV offloading: '%s' in kv_transfer_params is %r: must be 'auto' or 'always'; it is "
-            "ignored",
-            PARAMETER,
-            wanted,
-        )
-    return bool(wanted == "always")
 
 
 # --- when the server starts
