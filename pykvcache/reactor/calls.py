@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Sequence
 
+from pykvcache import openat2
 from pykvcache.layout import PAGE
+from pykvcache.openat2 import RESOLVE_NO_SYMLINKS, OpenHow
 from pykvcache.reactor.rows import Rows
 from pykvcache.transfer.operations import FileOperation
-
-_SYS_OPENAT2 = 437
-"""The same on all architectures; Linux 5.6."""
-
-AT_FDCWD = -100
-"""The directory that relative paths start from is the current one (openat(2))."""
-
-_RESOLVE_NO_SYMLINKS = 0x04
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -39,48 +32,25 @@ def create_flags(direct: bool) -> int:
     return _CREATE_FLAGS | (os.O_DIRECT if direct else 0)
 
 
-class OpenHow(ctypes.Structure):
-    """``struct open_how`` of openat2(2)."""
-
-    _fields_ = (
-        ("flags", ctypes.c_uint64),
-        ("mode", ctypes.c_uint64),
-        ("resolve", ctypes.c_uint64),
-    )
-
-
 def open_how(flags: int, mode: int = 0) -> OpenHow:
     """How files of a cache are opened: nowhere on the way is a symbolic link followed, so
     paths must be given without any (realpath(3))."""
-    return OpenHow(flags, mode, _RESOLVE_NO_SYMLINKS)
-
-
-_system_call = ctypes.CDLL(None, use_errno=True).syscall
-_system_call.restype = ctypes.c_long
+    return OpenHow(flags, mode, RESOLVE_NO_SYMLINKS)
 
 
 def open_file(path: bytes, how: OpenHow) -> int:
-    """openat2(2), which Python lacks. Where a kernel or sandbox does too, only a link in place
+    """Open a file. Where a kernel or sandbox has no openat2(2), only a link in place
     of the file itself is refused.
 
     Raises:
         OSError: it cannot be opened.
     """
-    descriptor = int(
-        _system_call(
-            ctypes.c_long(_SYS_OPENAT2),
-            ctypes.c_long(AT_FDCWD),
-            ctypes.c_char_p(path),
-            ctypes.byref(how),
-            ctypes.c_size_t(ctypes.sizeof(how)),
-        )
-    )
+    descriptor = openat2.openat2(path, how)
     if descriptor >= 0:
         return descriptor
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EPERM):
+    if -descriptor in (errno.ENOSYS, errno.EPERM):
         return os.open(path, how.flags, how.mode)
-    raise OSError(code, os.strerror(code), path)
+    raise OSError(-descriptor, os.strerror(-descriptor), path)
 
 
 def encode_path(path: str) -> bytes:

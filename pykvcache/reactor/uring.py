@@ -28,9 +28,9 @@ from typing import ClassVar
 
 from pykvcache.access import PRIVATE, Access
 from pykvcache.errors import InvariantError
+from pykvcache.openat2 import AT_FDCWD
 from pykvcache.reactor import ring
 from pykvcache.reactor.calls import (
-    AT_FDCWD,
     create_flags,
     directory_flags,
     encode_path,

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from pykvcache.reactor import calls
+from pykvcache import openat2
 from pykvcache.reactor.calls import create_flags, open_file, open_how, read_flags
 
 
 @pytest.fixture(params=["new kernel", "old kernel"])
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "old kernel":
-        monkeypatch.setattr(calls, "_SYS_OPENAT2", 100_000)
+        monkeypatch.setattr(openat2, "SYSTEM_CALL", 100_000)
 
 
 @pytest.mark.usefixtures("_kernel")
