@@ -41,6 +41,7 @@ from pykvcache.config import Config
 from pykvcache.identity import FILE_NAME
 from pykvcache.layout import ChunkPaths, rank_directory, temporary_name
 from pykvcache.scheduler.catalog import Catalog
+from pykvcache.scheduler.existence import Existence
 from pykvcache.sizes import Size
 
 SIZES = (10_000, 100_000, 1_000_000)
@@ -106,6 +107,16 @@ class Publisher:
         os.unlink(temporary)
 
 
+def look_ups(root: Path, ranks: list[ChunkPaths]) -> tuple[Catalog, Existence]:
+    """As the scheduler does them, without a memory."""
+    config = Config()
+    existence = Existence(str(root), config.lookup_timeout_s, logging.getLogger("benchmarks"))
+    catalog = Catalog(
+        ranks, lookup_ttl_s=0.0, failed_key_ttl_s=0.0, clock=monotonic, exists=existence
+    )
+    return catalog, existence
+
+
 def measure(root: Path, count: int, operations: int) -> dict[str, Any]:
     """Fill a new root and measure it."""
     identity = root / "benchmark-0123456789abcdef"
@@ -118,7 +129,7 @@ def measure(root: Path, count: int, operations: int) -> dict[str, Any]:
     )
     filled_s = perf_counter() - start
     paths = ChunkPaths(directory)
-    catalog = Catalog([paths], lookup_ttl_s=0.0, failed_key_ttl_s=0.0, clock=monotonic)
+    catalog, existence = look_ups(root, [paths])
     publish = Publisher(directory)
     generator = random.Random(count)
     rates: dict[str, list[float]] = {
@@ -135,6 +146,7 @@ def measure(root: Path, count: int, operations: int) -> dict[str, Any]:
         rates["publications"].append(rate(publish, fresh))
         for key in fresh:
             os.unlink(paths.final(key))
+    existence.close()
     return {
         "files": count,
         "filled_s": filled_s,
@@ -153,10 +165,11 @@ def first_look_up(root: Path, directory: Path, key: bytes) -> float:
     start = perf_counter()
     keeper = Keeper(Config(root=root), paths, logging.getLogger("benchmarks"))
     keeper.start()
-    catalog = Catalog(paths, lookup_ttl_s=0.0, failed_key_ttl_s=0.0, clock=monotonic)
+    catalog, existence = look_ups(root, paths)
     found = catalog.holds(key)
     seconds = perf_counter() - start
     keeper.stop()
+    existence.close()
     if not found:
         raise RuntimeError("a chunk that is there was not found")
     return seconds

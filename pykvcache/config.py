@@ -25,28 +25,19 @@ from pydantic import (
 )
 
 from pykvcache.errors import ConfigError
-from pykvcache.option_errors import describe_errors, unknown_option
+from pykvcache.option_errors import (
+    CONNECTOR_KEYS,
+    REPLACED_KEYS,
+    describe_errors,
+    replaced_option,
+    unknown_option,
+)
 from pykvcache.sizes import ACCEPTED, parse_size
 
 MIB = 1 << 20
 GIB = 1 << 30
 
 ENVIRONMENT_PREFIX = "PYKVCACHE_"
-
-#: Keys of ``kv_connector_extra_config`` that vLLM's offloading connector reads itself.
-CONNECTOR_KEYS = frozenset({"spec_name", "offload_prompt_only"})
-
-#: Keys of vLLM's connector that would contradict an option of ours: what to use instead.
-REPLACED_KEYS = {
-    "block_size": "use 'tokens_per_chunk'",
-    "blocks_per_chunk": "use 'tokens_per_chunk'",
-    "cpu_bytes_to_use": "use --kv-offloading-size",
-    "canonical_layout": "this backend stores each rank's own pages",
-    "spec_module_path": "use --kv-offloading-backend pykvcache",
-    "sync_load_budget_bytes": "this backend loads between steps, never inside one",
-    "secondary_tiers": "this backend has no further tiers",
-    "self_describing_kv_events": "this backend publishes no KV events",
-}
 
 
 def default_root(environment: Mapping[str, str] = os.environ) -> Path:
@@ -290,6 +281,14 @@ class Config(BaseModel):
         description="Seconds for which a look-up that found a chunk is believed without asking "
         "the filesystem again; a chunk deleted meanwhile is recomputed.",
     )
+    lookup_timeout_s: float = Field(
+        default=0.25,
+        gt=0,
+        le=10,
+        description="Seconds a look-up waits at most for the filesystem, during which the engine "
+        "schedules nothing; then the chunk is a miss, as all are until the filesystem answers. Far "
+        "above a network's round trip, and short beside a prefill.",
+    )
     capacity: str = Field(
         default="",
         description="What the root may hold, all models and ranks together: bytes, '500GiB', or "
@@ -433,9 +432,7 @@ def parse_config(options: Mapping[str, Any], environment: Mapping[str, str] = os
     own = {key: value for key, value in options.items() if key not in CONNECTOR_KEYS}
     for key in own:
         if key in REPLACED_KEYS:
-            raise ConfigError(
-                f"option '{key}' does not apply to the pykvcache backend: {REPLACED_KEYS[key]}"
-            )
+            raise ConfigError(replaced_option(key))
         if key not in Config.model_fields:
             raise ConfigError(unknown_option(key, Config.model_fields))
     from_environment = environment_options(environment)

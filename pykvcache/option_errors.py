@@ -8,6 +8,21 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import ValidationError
 
+#: Keys of ``kv_connector_extra_config`` that vLLM's offloading connector reads itself.
+CONNECTOR_KEYS = frozenset({"spec_name", "offload_prompt_only"})
+
+#: Keys of vLLM's connector that would contradict an option of ours: what to use instead.
+REPLACED_KEYS = {
+    "block_size": "use 'tokens_per_chunk'",
+    "blocks_per_chunk": "use 'tokens_per_chunk'",
+    "cpu_bytes_to_use": "use --kv-offloading-size",
+    "canonical_layout": "this backend stores each rank's own pages",
+    "spec_module_path": "use --kv-offloading-backend pykvcache",
+    "sync_load_budget_bytes": "this backend loads between steps, never inside one",
+    "secondary_tiers": "this backend has no further tiers",
+    "self_describing_kv_events": "this backend publishes no KV events",
+}
+
 
 def unknown_option(key: str, known: Iterable[str]) -> str:
     """The message for an option that doesn't exist, with the nearest one that does."""
@@ -15,6 +30,11 @@ def unknown_option(key: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     return f"unknown option '{key}': {hint}known options are {', '.join(names)}"
+
+
+def replaced_option(key: str) -> str:
+    """The message for one of :data:`REPLACED_KEYS`."""
+    return f"option '{key}' does not apply to the pykvcache backend: {REPLACED_KEYS[key]}"
 
 
 def describe_errors(error: ValidationError, origins: Mapping[str, str]) -> str:

@@ -10,9 +10,11 @@ request that is recomputed would otherwise be sent to the same bad file again.
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from pykvcache.config import Config
 from pykvcache.layout import ChunkPaths
 
 REMEMBERED_MAX = 1 << 17
@@ -46,6 +48,19 @@ class Catalog:
         self._found: OrderedDict[bytes, float] = OrderedDict()
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         self._storing: set[bytes] = set()
+
+    @classmethod
+    def of(
+        cls, config: Config, ranks: Sequence[ChunkPaths], exists: Callable[[str], bool]
+    ) -> Catalog:
+        """With the times of the options."""
+        return cls(
+            ranks,
+            lookup_ttl_s=config.lookup_ttl_s,
+            failed_key_ttl_s=config.failed_key_ttl_s,
+            clock=time.monotonic,
+            exists=exists,
+        )
 
     @property
     def storing(self) -> int:

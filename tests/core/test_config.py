@@ -10,14 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from pykvcache.config import (
-    CONNECTOR_KEYS,
-    REPLACED_KEYS,
     Config,
     default_root,
     environment_options,
     parse_config,
 )
 from pykvcache.errors import ConfigError
+from pykvcache.option_errors import CONNECTOR_KEYS, REPLACED_KEYS
 
 NOTHING: dict[str, str] = {}
 

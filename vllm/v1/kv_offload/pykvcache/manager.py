@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from pykvcache.capacity.keeper import Keeper
 from pykvcache.config import Config
 from pykvcache.layout import ChunkPaths
 from pykvcache.scheduler.catalog import Catalog
+from pykvcache.scheduler.existence import Existence
 from pykvcache.trace import Tracer
 from vllm.v1.kv_offload.pykvcache.gate import SchedulerGate
 from vllm.v1.kv_offload.pykvcache.metrics import ManagerMetrics
@@ -75,11 +75,11 @@ class PyKVCacheManager(OffloadingManager):
         self.gate = gate
         self._keeper = keeper
         self._admission = Admission(chunk_bytes)
-        self._catalog = Catalog(
+        self._existence = Existence(str(options.root), options.lookup_timeout_s, logger)
+        self._catalog = Catalog.of(
+            options,
             [ChunkPaths(directory) for directory in rank_directories],
-            lookup_ttl_s=options.lookup_ttl_s,
-            failed_key_ttl_s=options.failed_key_ttl_s,
-            clock=time.monotonic,
+            self._existence,
         )
         self._metrics = ManagerMetrics()
         self.trace = SchedulerTrace(tracer)
@@ -234,12 +234,18 @@ class PyKVCacheManager(OffloadingManager):
         """What changed since the last call."""
         figures = self._keeper.figures if self._keeper is not None else None
         gate = self.ask_gate(lambda gate: gate.figures(), None)
-        return self._metrics.take(stores_pending=self._catalog.storing, capacity=figures, gate=gate)
+        return self._metrics.take(
+            stores_pending=self._catalog.storing,
+            capacity=figures,
+            gate=gate,
+            unanswered=self._existence.unanswered,
+        )
 
     def shutdown(self) -> None:
         """End the keeper, and write what is left of the trace."""
         if self._keeper is not None:
             self._keeper.stop()
+        self._existence.close()
         self.trace.close()
 
 

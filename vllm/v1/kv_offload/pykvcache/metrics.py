@@ -45,6 +45,7 @@ QUEUE = "vllm:kv_offload_queue_chunks"
 HITS = "vllm:kv_offload_load_hits"
 PAUSED = "vllm:kv_offload_paused"
 REFUSED = "vllm:kv_offload_stores_refused"
+UNANSWERED = "vllm:kv_offload_lookups_unanswered"
 DECLINED_LOADS = "vllm:kv_offload_declined_loads"
 DECLINED_TOKENS = "vllm:kv_offload_declined_tokens"
 DECLINED_STORES = "vllm:kv_offload_stores_declined"
@@ -139,6 +140,10 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
             documentation="What the gate has learned: bytes of KV that long loads bring to a "
             "rank's GPU in a second, by tier.",
             labelnames=("tier",),
+        ),
+        UNANSWERED: OffloadingCounterMetadata(
+            documentation="Look-ups of KV chunks that counted as misses because the filesystem had "
+            "not answered within lookup_timeout_s, this one or one before.",
         ),
         ROOT_BYTES: OffloadingGaugeMetadata(
             documentation="Bytes in the root, of all servers, models and ranks, when it was last "
@@ -239,6 +244,7 @@ TIER_METRICS = (
     QUEUE,
     PAUSED,
     REFUSED,
+    UNANSWERED,
     ROOT_BYTES,
     ROOT_FILES,
     ROOT_PINNED,
@@ -262,6 +268,7 @@ class ManagerMetrics:
         self._stores_pending: int | None = None
         self._capacity: Figures | None = None
         self._gate: GateFigures | None = None
+        self._unanswered = 0
         self.refused = 0
         """Chunks not stored since the last call of :meth:`take`."""
 
@@ -271,6 +278,7 @@ class ManagerMetrics:
         stores_pending: int,
         capacity: Figures | None = None,
         gate: GateFigures | None = None,
+        unanswered: int = 0,
     ) -> OffloadingConnectorStats | None:
         """What has changed since the last call; None when nothing has."""
         stats = OffloadingConnectorStats()
@@ -280,6 +288,9 @@ class ManagerMetrics:
         if self.refused:
             stats.increase_counter(REFUSED, self.refused)
             self.refused = 0
+        if unanswered != self._unanswered:
+            stats.increase_counter(UNANSWERED, unanswered - self._unanswered)
+            self._unanswered = unanswered
         if capacity is not None and capacity != self._capacity:
             before, self._capacity = self._capacity or Figures(), capacity
             _count_capacity(stats, before, capacity)
@@ -301,10 +312,12 @@ class TierMetrics(WorkerMetrics):
         self._manager.refused += chunks
 
     def take_all(
-        self, gauges: Gauges, stores_pending: int, capacity: Figures
+        self, gauges: Gauges, stores_pending: int, capacity: Figures, unanswered: int
     ) -> OffloadingConnectorStats | None:
         """What has changed since the last call; None when nothing has."""
-        stats = self._manager.take(stores_pending=stores_pending, capacity=capacity)
+        stats = self._manager.take(
+            stores_pending=stores_pending, capacity=capacity, unanswered=unanswered
+        )
         if stats is not None:
             self._stats.aggregate(stats)
         return self.take(gauges)

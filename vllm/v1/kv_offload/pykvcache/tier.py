@@ -58,6 +58,7 @@ from pykvcache.reactor.reactor import Reactor
 from pykvcache.reactor.rows import Rows
 from pykvcache.reactor.timeline import Timeline
 from pykvcache.scheduler.catalog import Catalog
+from pykvcache.scheduler.existence import Existence
 from pykvcache.scheduler.promotions import Promotions, Verdict, rows_for_promotions
 from pykvcache.startup import check_root
 from pykvcache.transfer.jobs import ChunkTransfer, Direction, Failure, Job, JobResult
@@ -195,12 +196,8 @@ class PyKVCacheTier(SecondaryTierManager):
         self._rows_max = rows_for_promotions(len(rows), options.slots_min)
         self._paths = ChunkPaths(directory)
         self._span = BlockSpan(0, config.cache.blocks_per_chunk)
-        self._catalog = Catalog(
-            [self._paths],
-            lookup_ttl_s=options.lookup_ttl_s,
-            failed_key_ttl_s=options.failed_key_ttl_s,
-            clock=time.monotonic,
-        )
+        self._existence = Existence(str(root), options.lookup_timeout_s, logger)
+        self._catalog = Catalog.of(options, [self._paths], self._existence)
         self.promotions = Promotions(
             promotion_limits(options, self._rows_max, rows.row_bytes), time.monotonic
         )
@@ -405,15 +402,16 @@ class PyKVCacheTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Metrics since the last call."""
-        return self._metrics.take_all(
-            self._reactor.gauges, self._catalog.storing, self._keeper.figures
-        )
+        storing, unanswered = self._catalog.storing, self._existence.unanswered
+        gauges, figures = self._reactor.gauges, self._keeper.figures
+        return self._metrics.take_all(gauges, storing, figures, unanswered)
 
     def shutdown(self) -> None:
         """Finish stores within ``shutdown_timeout_s`` and let go of the CPU tier's memory,
         unless a transfer that never returns may still use it. Idempotent."""
         deadline = time.monotonic() + self._options.shutdown_timeout_s
         self._keeper.stop()
+        self._existence.close()
         self._collect()
         while self._store_rows and (left_s := deadline - time.monotonic()) > 0:
             self._reactor.await_result(left_s)
