@@ -189,7 +189,7 @@ class Keeper:
         self._resumed_s = time.perf_counter()
         self._touch_files()
         space, usage = self._look()
-        extra = self._no_space(usage)
+        extra = self._no_space(usage, space)
         if extra or self._is_due(usage, space):
             done = self._evictor.run(extra)
             if done is not None:
@@ -227,7 +227,7 @@ class Keeper:
         was_high = self._budget.is_high(usage.size, Space(space.total, usage.free))
         return not was_high or age_s >= max(RETRY_S, apart_s)
 
-    def _no_space(self, usage: Usage | None) -> int:
+    def _no_space(self, usage: Usage | None, space: Space) -> int:
         """Bytes to evict because a write has found no room since the last count."""
         at_ns = self._evictor.record.no_space_at_ns()
         if at_ns > self._no_space_seen_ns:
@@ -235,7 +235,8 @@ class Keeper:
             if usage is not None and usage.at_s * SECOND_NS < at_ns:
                 self._no_space_until_s = self._clock() + RETRY_S
                 self._look()
-                return int(NO_SPACE_SHARE * usage.size)
+                # At least something: what was counted may be from before the root was filled.
+                return max(1, int(NO_SPACE_SHARE * estimate(usage, space)))
         return 0
 
     def _pause(self, seconds: float) -> bool:

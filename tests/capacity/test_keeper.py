@@ -221,6 +221,19 @@ def test_a_write_that_found_no_room_evicts_once_for_all_keepers(site: Site) -> N
     assert not any(keeper.is_full for keeper in keepers)
 
 
+def test_what_was_stored_since_the_last_count_goes_too_when_there_is_no_room(site: Site) -> None:
+    keeper = site.keeper()
+    keeper.turn()  # counts an empty root
+    site.root.fill(range(10))
+    site.now_s += 5
+    Record(site.root.path).report_no_space()
+    os.utime(site.root.path / ".no-space", (0, site.now_s))
+    site.now_s += 1
+    keeper.turn()
+    assert site.root.numbers() == list(range(1, 10))
+    assert not keeper.is_full
+
+
 def test_a_write_that_found_no_room_pauses_stores_if_nothing_can_go(site: Site) -> None:
     keeper = site.keeper()
     keeper.turn()
