@@ -67,7 +67,7 @@ def fit(arrivals: Iterable[Arrival], profile: Profile, utilisation: float) -> li
     """What the machine can serve, at a rate that keeps it busy.
 
     Prompts that are too long for the model or the GPU are left out. Time is stretched so that
-    computing what no earlier request had in its prompt takes ``utilisation`` of it.
+    the work that nobody can save takes ``utilisation`` of it: see :func:`new_work_s`.
 
     Args:
         arrivals: of a trace.
@@ -90,7 +90,8 @@ def fit(arrivals: Iterable[Arrival], profile: Profile, utilisation: float) -> li
 
 
 def new_work_s(arrivals: Iterable[Arrival], machine: Machine, batched_tokens: int) -> float:
-    """Seconds to compute what no earlier request had in its prompt."""
+    """Seconds to compute what no earlier request had in its prompt, and what the answers'
+    tokens add to steps that are made anyway."""
     seen: set[int] = set()
     total = 0.0
     for each in arrivals:
@@ -102,5 +103,7 @@ def new_work_s(arrivals: Iterable[Arrival], machine: Machine, batched_tokens: in
         known = min(known, each.prompt_tokens - 1)
         steps = -(-(each.prompt_tokens - known) // batched_tokens)
         total += steps * machine.step_s + machine.tokens_s(known, each.prompt_tokens)
+        context = each.prompt_tokens + each.output_tokens // 2
+        total += each.output_tokens * machine.decodes_s(1, context)
         seen.update(each.chunks)
     return total
