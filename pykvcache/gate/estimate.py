@@ -14,11 +14,11 @@ from typing import Protocol
 from pykvcache.gate.fit import TRUST, Level, Prices
 from pykvcache.gate.terms import LoadSample, StepSample, Traffic
 
-DISK_PRIOR = 4e9
-"""Bytes per second expected of a disk nothing was loaded from yet: an NVMe drive. Too high is
-put right by the first loads; too low would let none happen."""
+DISK_PRIOR = 14e9
+"""Bytes per second expected of a disk nothing was loaded from yet: the fastest NVMe drives (paper,
+figure 7). Too high is put right by the first loads; too low would let none happen."""
 
-DRAM_PRIOR = 20e9
+DRAM_PRIOR = 50e9
 """Likewise for the copy from the pool to the GPU."""
 
 LOAD_PRIOR_S = 0.005
@@ -79,8 +79,8 @@ class OnlineEstimate:
         )
         self._compute_level = Level()
         self._decode = Prices([STEP_PRIOR_S, token_s], STEPS_REMEMBERED)
-        self._loads = Prices([LOAD_PRIOR_S, 1 / DISK_PRIOR, 1 / DRAM_PRIOR], LOADS_REMEMBERED)
-        self._levels = {"disk": Level(band=0.15), "dram": Level(band=0.15)}
+        self._disk = _Tier("disk", DISK_PRIOR, calibration)
+        self._dram = _Tier("dram", DRAM_PRIOR, calibration)
         self._step_tokens = STEP_TOKENS_PRIOR
         self._probe_s = PROBE_MIN_S
         self._disk_seen_at = -math.inf
@@ -102,18 +102,12 @@ class OnlineEstimate:
         return own_s * self._compute_level.factor + decodes_s
 
     def load_s(self, dram_bytes: int, disk_bytes: int, traffic: Traffic) -> float:
-        """Seconds until that much KV is in the GPU, behind the traffic's reads."""
-        ahead = traffic.disk_bytes if disk_bytes else 0
-        fixed_s, disk_s, dram_s = self._load_parts(dram_bytes, disk_bytes, ahead)
-        return fixed_s + disk_s * self._levels["disk"].factor + dram_s * self._levels["dram"].factor
+        """Seconds until that much KV is in the GPU, behind the traffic's reads.
 
-    def _load_parts(self, dram: int, disk: int, ahead: int) -> tuple[float, float, float]:
-        """The fixed part and each tier's, at level 1."""
-        fixed_s, disk_price, dram_price = self._loads.prices
-        if self._calibration is None:
-            return fixed_s, (ahead + disk) * disk_price, dram * dram_price
-        disk_s = self._calibration.load_s("disk", ahead + disk) if ahead + disk else 0.0
-        return 0.0, disk_s, self._calibration.load_s("dram", dram) if dram else 0.0
+        What is in the pool is copied while the rest is read, so the longer of both counts.
+        """
+        disk_s = self._disk.load_s(traffic.disk_bytes + disk_bytes) if disk_bytes else 0.0
+        return max(disk_s, self._dram.load_s(dram_bytes))
 
     @property
     def disk_bytes_per_s(self) -> float:
@@ -164,21 +158,14 @@ class OnlineEstimate:
         """
         if sample.seconds <= 0 or not sample.dram_bytes + sample.disk_bytes:
             return
-        tier = "disk" if sample.disk_bytes else "dram"
-        ahead = sample.ahead_bytes if sample.disk_bytes else 0
-        fixed_s, disk_s, dram_s = self._load_parts(sample.dram_bytes, sample.disk_bytes, ahead)
-        level = self._levels[tier]
-        expected = self.load_s(sample.dram_bytes, sample.disk_bytes, Traffic(disk_bytes=ahead))
-        if tier == "disk":
-            self._note_disk(sample.seconds / max(expected, 1e-9), now)
-        if self._calibration is not None or self._loads.samples >= TRUST:
-            own_s, other_s = (disk_s, dram_s) if tier == "disk" else (dram_s, disk_s)
-            rest_s = fixed_s + other_s
-            # What the tier's own part took, as far as the rest leaves something of it.
-            own = max(sample.seconds - rest_s, 0.1 * sample.seconds)
-            level.add(own / max(own_s, 1e-9))
-        amounts = [1.0, float(ahead + sample.disk_bytes), float(sample.dram_bytes)]
-        self._loads.add(amounts, sample.seconds / level.factor)
+        if not sample.disk_bytes:
+            self._dram.observe(sample.dram_bytes, sample.seconds)
+            return
+        size = sample.ahead_bytes + sample.disk_bytes
+        self._note_disk(sample.seconds / max(self._disk.load_s(size), 1e-9), now)
+        # Where most of the time may have gone into the copy it says nothing about the disk.
+        if self._dram.load_s(sample.dram_bytes) < sample.seconds / 2:
+            self._disk.observe(size, sample.seconds)
 
     def _note_disk(self, ratio: float, now: float) -> None:
         self._disk_seen_at = now
@@ -198,7 +185,7 @@ class OnlineEstimate:
     @property
     def has_learned(self) -> bool:
         """Whether it stands on more than the prior: on a calibration, or on samples of both."""
-        learned = min(self._prefill.samples, self._loads.samples) >= TRUST
+        learned = min(self._prefill.samples, self._disk.samples) >= TRUST
         return self._calibration is not None or learned
 
     def summary(self) -> dict[str, float]:
@@ -210,9 +197,42 @@ class OnlineEstimate:
             "context_s": context_s,
             "compute_level": self._compute_level.factor,
             "disk_bytes_per_s": self.disk_bytes_per_s,
-            "disk_level": self._levels["disk"].factor,
-            "dram_level": self._levels["dram"].factor,
+            "disk_level": self._disk.level,
+            "dram_level": self._dram.level,
         }
+
+
+class _Tier:
+    """What loads from one tier take."""
+
+    def __init__(self, name: str, rate: float, calibration: Measured | None) -> None:
+        self._name = name
+        self._calibration = calibration
+        self._prices = Prices([LOAD_PRIOR_S, 1 / rate], LOADS_REMEMBERED)
+        self._level = Level(band=0.15)
+
+    @property
+    def level(self) -> float:
+        return self._level.factor
+
+    @property
+    def samples(self) -> int:
+        return self._prices.samples
+
+    def load_s(self, size: int) -> float:
+        """Of so many bytes; nothing for none."""
+        return self._usual_s(size) * self._level.factor if size else 0.0
+
+    def _usual_s(self, size: int) -> float:
+        if self._calibration is not None:
+            return self._calibration.load_s(self._name, size)
+        return self._prices.total((1.0, float(size)))
+
+    def observe(self, size: int, seconds: float) -> None:
+        if self._calibration is not None or self._prices.samples >= TRUST:
+            # The whole against the whole: a price that has come out as nothing has no ratio.
+            self._level.add(seconds / max(self._usual_s(size), 1e-9))
+        self._prices.add((1.0, float(size)), seconds / self._level.factor)
 
 
 def _contexts(start: int, tokens: int) -> float:

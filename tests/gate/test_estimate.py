@@ -127,6 +127,32 @@ def test_counts_what_stood_before_a_load():
     )
 
 
+def test_learns_of_each_tier_from_its_own_loads():
+    machine = Machine(disk=6e9, dram=55e9)
+    served = Served(machine)
+    served.loads(40)
+    for chunks in (1, 4, 16, 64, 128) * 4:
+        size = chunks * 256 * TOKEN_BYTES
+        served.now += 1
+        seconds = machine.load_s(size, 0, IDLE)
+        served.estimate.observe_load(LoadSample(size, 0, 0, seconds), served.now)
+    for size in (1 << 28, 1 << 32):
+        found = served.estimate.load_s(size, 0, IDLE)
+        assert found == pytest.approx(machine.load_s(size, 0, IDLE), rel=0.2)
+    assert served.estimate.disk_bytes_per_s == pytest.approx(6e9, rel=0.2)
+
+
+def test_a_copy_that_hides_the_read_says_nothing_about_the_disk():
+    served = Served(Machine())
+    served.loads(40)
+    rate = served.estimate.disk_bytes_per_s
+    for _ in range(20):
+        served.now += 1
+        seconds = served.machine.load_s(1 << 34, 0, IDLE)
+        served.estimate.observe_load(LoadSample(1 << 34, 1 << 25, 0, seconds), served.now)
+    assert served.estimate.disk_bytes_per_s == rate
+
+
 class FixedMeasurement:
     """A calibration of a machine that has changed since."""
 
