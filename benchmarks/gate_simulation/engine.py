@@ -24,6 +24,7 @@ from benchmarks.gate_simulation.machines import CHUNK_TOKENS, Conditions, Profil
 from benchmarks.gate_simulation.memory import Disk, GpuMemory, Pool
 from benchmarks.gate_simulation.policies import Policy, View
 from benchmarks.gate_simulation.traces import Arrival
+from pykvcache.gate.backlog import Backlog
 from pykvcache.gate.terms import Decision, LoadSample, Offer, Reach, StepSample, Traffic
 
 REACHES_MAX = 16
@@ -67,6 +68,7 @@ class Verdict:
 class _Load:
     request: Request
     to_tokens: int
+    ended_at: float
     sample: LoadSample
     is_shared: bool
     """It waited for a read of another load, and teaches nothing."""
@@ -133,8 +135,7 @@ class Engine:
         """Number of its last step, of itself, and the request: a heap."""
         self._decode_context = 0
         self._loads: list[tuple[float, int, _Load]] = []
-        self._disk_bytes = 0
-        """Of loads that have not ended."""
+        self._backlog = Backlog()
         self._step = 0
         self._step_took_s = 0.0
         self._numbers = itertools.count()
@@ -213,7 +214,7 @@ class Engine:
                 self._publish(request, key)
                 self._pool.use(key)
             request.computed = load.to_tokens
-            self._disk_bytes -= sample.disk_bytes
+            self._backlog.end(id(request), load.ended_at)
             if not load.is_shared:
                 self._policy.observe_load(sample, self.now)
         self._ready.extend(sorted((load.request for load in ended), key=lambda r: r.arrival.at))
@@ -277,7 +278,8 @@ class Engine:
         if hit == cached:
             return False
         offer = self._offer(request, cached, hit)
-        decision = self._policy.decide(offer, self._traffic(before_s), self.now)
+        traffic = self._traffic(before_s)
+        decision = self._policy.decide(offer, traffic, self.now)
         self._outcome.verdicts.append(
             Verdict(
                 self.now,
@@ -298,11 +300,11 @@ class Engine:
         sample = LoadSample(
             dram_bytes=(len(keys) - len(from_disk)) * self._profile.chunk_bytes,
             disk_bytes=disk_bytes,
-            ahead_bytes=self._disk_bytes,
+            ahead_bytes=traffic.disk_bytes,
             seconds=ends_at - self.now,
         )
-        self._disk_bytes += disk_bytes
-        load = _Load(request, decision.tokens, sample, shared)
+        self._backlog.begin(id(request), disk_bytes, self.now)
+        load = _Load(request, decision.tokens, ends_at, sample, shared)
         heapq.heappush(self._loads, (ends_at, next(self._numbers), load))
         return True
 
@@ -330,7 +332,8 @@ class Engine:
 
     def _traffic(self, wait_s: float) -> Traffic:
         notice_s = self._step_took_s / 2 if self._is_running else 0.0
-        return Traffic(self._disk_bytes, len(self._decoding), wait_s, notice_s)
+        left = self._backlog.left(self.now, self._policy.estimate.disk_bytes_per_s)
+        return Traffic(left, len(self._decoding), wait_s, notice_s)
 
     def _begin_reading_ahead(self, wait_s: float) -> None:
         """For those whose turn has not come, in their order, while there is room in the pool."""

@@ -28,10 +28,19 @@ class View(Protocol):
         ...
 
 
+class Estimator(Probed, Protocol):
+    """What a policy stands on."""
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Of long reads."""
+        ...
+
+
 class Policy:
     """A gate, and what becomes of its samples."""
 
-    def __init__(self, estimate: Probed, margin: float = MARGIN) -> None:
+    def __init__(self, estimate: Estimator, margin: float = MARGIN) -> None:
         """Args:
         estimate: learns from samples if it is an :class:`OnlineEstimate`.
         margin: of the gate.
@@ -75,6 +84,7 @@ class Constant(_NeverProbed):
         load_s: 0 to load all there is, infinity to load nothing.
         """
         self._load_s = load_s
+        self.disk_bytes_per_s = 1e9
 
     def compute_s(self, start: int, end: int, traffic: Traffic) -> float:
         """A second for a token."""
@@ -114,6 +124,10 @@ class Calibrated(_NeverProbed):
         measurement: that is believed.
         """
         self._measurement = measurement
+        size = 1 << 30
+        self.disk_bytes_per_s = size / (
+            measurement.load_s("disk", 2 * size) - measurement.load_s("disk", size)
+        )
 
     def compute_s(self, start: int, end: int, traffic: Traffic) -> float:
         """As measured, whatever else the steps do."""
@@ -122,7 +136,9 @@ class Calibrated(_NeverProbed):
     def load_s(self, dram_bytes: int, disk_bytes: int, traffic: Traffic) -> float:
         """As measured, behind other reads."""
         disk = disk_bytes + traffic.disk_bytes if disk_bytes else 0
-        return self._measurement.load_s("disk", disk) + self._measurement.load_s("dram", dram_bytes)
+        return max(
+            self._measurement.load_s("disk", disk), self._measurement.load_s("dram", dram_bytes)
+        )
 
 
 class Oracle(_NeverProbed):
@@ -137,6 +153,7 @@ class Oracle(_NeverProbed):
         self._profile = profile
         self._conditions = conditions
         self._view = view
+        self.disk_bytes_per_s = profile.machine.disk_rate
 
     def compute_s(self, start: int, end: int, traffic: Traffic) -> float:
         """What it will take, if nothing changes."""
