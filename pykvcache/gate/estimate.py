@@ -42,8 +42,11 @@ PREFILL_MIN = 32
 PROBE_MIN_S = 10.0
 """Seconds without a read after which a declined load is tried with its first chunk."""
 
-PROBE_MAX_S = 300.0
+PROBE_MAX_S = 60.0
 """The longest such time; it doubles as long as probes find what was expected."""
+
+PROBE_AGAIN_S = 1.0
+"""The time after a load that was not as expected: it takes three to believe it."""
 
 SURPRISE = 1.5
 """Factor by which a load must differ from what was expected to be looked at again soon."""
@@ -170,9 +173,9 @@ class OnlineEstimate:
     def _note_disk(self, ratio: float, now: float) -> None:
         self._disk_seen_at = now
         if 1 / SURPRISE < ratio < SURPRISE:
-            self._probe_s = min(2 * self._probe_s, PROBE_MAX_S)
+            self._probe_s = min(max(2 * self._probe_s, PROBE_MIN_S), PROBE_MAX_S)
         else:
-            self._probe_s = PROBE_MIN_S
+            self._probe_s = PROBE_AGAIN_S
 
     def wants_probe(self, now: float) -> bool:
         """Whether nothing was read for so long that the disk may be another by now."""

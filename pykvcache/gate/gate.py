@@ -12,8 +12,12 @@ MARGIN = 0.05
 """Share of the time to recompute that a load must save: about the error of an estimate, below
 which a load only costs the disk and the pool something."""
 
-PROBE_SHARE = 0.05
-"""Of the time to recompute, what trying a disk that seems too slow may cost a request."""
+PROBE_SHARE = 0.01
+"""Of the time that requests take to compute what was declined, what trying the disk may cost all
+of them together: it is tried the more often, the more there is to gain."""
+
+PROBE_MOST = 0.5
+"""And what it may cost the one that tries, as a share of its own."""
 
 STORE_MARGIN = -0.5
 """For stores, which are for ever after: nothing is stored only where the best load would take
@@ -117,21 +121,28 @@ class Gate:
         """
         self.estimate = estimate
         self._margin = margin
+        self._credit_s = 0.0
+        """What probes may cost by now."""
 
     def decide(self, offer: Offer, traffic: Traffic, now: float) -> Decision:
         """As :func:`decide`; a probe loads the first reach with the reason it was declined for.
 
         Args:
-            offer: at least one reach.
+            offer: at least one reach; the shorter the first, the cheaper a probe.
             traffic: of others.
             now: seconds, never less than before.
         """
         decision = decide(self.estimate, offer, traffic, self._margin)
-        if decision.tokens > offer.cached_tokens or not self.estimate.wants_probe(now):
-            return decision
         first = offer.reaches[0]
-        load_s = self.estimate.load_s(first.dram_bytes, first.disk_bytes, traffic)
-        if not first.disk_bytes or load_s > PROBE_SHARE * decision.recompute_s:
+        if decision.tokens > offer.cached_tokens or not first.disk_bytes:
             return decision
+        own_s = decision.recompute_s - traffic.wait_s
+        self._credit_s += PROBE_SHARE * own_s
+        if not self.estimate.wants_probe(now):
+            return decision
+        cost_s = self.estimate.load_s(first.dram_bytes, first.disk_bytes, traffic)
+        if cost_s > min(self._credit_s, PROBE_MOST * own_s):
+            return decision
+        self._credit_s -= cost_s
         self.estimate.begin_probe(now)
         return replace(decision, tokens=first.tokens)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decision, with prices that are known."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pykvcache.gate.gate import Gate, could_pass, decide
+from pykvcache.gate.gate import PROBE_SHARE, Gate, could_pass, decide
 from pykvcache.gate.terms import Reason, Traffic
 from tests.gate.machine import CHUNK, TOKEN_BYTES, Machine, offer_of
 
@@ -121,15 +122,36 @@ class Untried(Machine):
         object.__setattr__(self, "probed_at", now)
 
 
-def test_tries_a_slow_disk_with_one_chunk_of_a_long_prompt():
+def test_tries_a_slow_disk_with_one_chunk_once_enough_was_declined():
     machine = Untried(disk=1e9)
     gate, offer = Gate(machine), offer_of(32_784, 0, 32_768)
-    assert gate.decide(offer, Traffic(), now=9.0).tokens == 0
+    cost_s = machine.load_s(0, CHUNK * TOKEN_BYTES, Traffic())
+    earned_s = PROBE_SHARE * machine.compute_s(0, 32_784, Traffic())
+    declined = math.ceil(cost_s / earned_s)
+    assert declined > 1
+    for _ in range(declined):
+        assert gate.decide(offer, Traffic(), now=9.0).tokens == 0
     probe = gate.decide(offer, Traffic(), now=10.0)
     assert (probe.tokens, probe.reason) == (CHUNK, Reason.SLOWER)
     assert machine.probed_at == 10.0
 
 
+def test_probes_cost_no_more_than_their_share():
+    machine = Untried(disk=1e9)
+    gate, offer = Gate(machine), offer_of(32_784, 0, 32_768)
+    probes = sum(gate.decide(offer, Traffic(), now=10.0 + at).tokens > 0 for at in range(1000))
+    cost_s = probes * machine.load_s(0, CHUNK * TOKEN_BYTES, Traffic())
+    most_s = 1000 * PROBE_SHARE * machine.compute_s(0, 32_784, Traffic())
+    assert 0.9 * most_s < cost_s <= most_s
+
+
 def test_tries_nothing_that_would_cost_a_short_prompt_much():
     gate = Gate(Untried(disk=1e9))
-    assert gate.decide(offer_of(1040, 0, 1024), Traffic(), now=10.0).tokens == 0
+    for at in range(100):
+        assert gate.decide(offer_of(1040, 0, 1024), Traffic(), now=10.0 + at).tokens == 0
+
+
+def test_tries_no_disk_where_all_is_in_the_pool():
+    gate = Gate(Untried(dram=1e8))
+    for at in range(100):
+        assert gate.decide(offer_of(1040, 0, 1024, 1024), Traffic(), now=10.0 + at).tokens == 0
