@@ -318,7 +318,9 @@ class Engine:
 
     def _offer(self, request: Request, cached: int, hit: int) -> Offer:
         size = self._profile.chunk_bytes
-        ends = {cached + -(-(hit - cached) * part // REACHES_MAX) for part in range(1, 17)}
+        # The first is one chunk, for probes; the others divide the hit evenly.
+        parts = range(1, REACHES_MAX)
+        ends = {cached + 1, *(cached + -(-(hit - cached) * part // parts[-1]) for part in parts)}
         reaches = []
         dram = disk = 0
         for index in range(cached, hit):
