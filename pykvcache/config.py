@@ -153,11 +153,11 @@ class Config(BaseModel):
         json_schema_extra={"environment": True},
     )
     gate_margin: float = Field(
-        default=0.05,
+        default=0.02,
         ge=0,
         lt=1,
-        description="Share of the time to compute that a load must save: about the error of an "
-        "estimate, below which loads only cost the disk something.",
+        description="Share of the time to compute that a load must save, since it costs the disk "
+        "something; what it leaves of the GPU to others speaks against a larger one.",
     )
     dram_policy: Literal["auto", "none", "lru", "arc"] = Field(
         default="auto",

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from pykvcache.gate.terms import Decision, Estimate, Offer, Reach, Reason, Traffic
 
-MARGIN = 0.05
-"""Share of the time to recompute that a load must save: about the error of an estimate, below
-which a load only costs the disk and the pool something."""
+MARGIN = 0.02
+"""Share of the time to recompute that a load must save, as it also costs the disk and the pool
+something. No more, since what is loaded leaves the GPU to others: see docs/gate.md."""
 
 PROBE_SHARE = 0.01
 """Of the time that requests take to compute what was declined, what trying the disk may cost all
