@@ -20,11 +20,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.gate_simulation.backlog import Backlog
 from benchmarks.gate_simulation.machines import CHUNK_TOKENS, Conditions, Profile, contexts
 from benchmarks.gate_simulation.memory import Disk, GpuMemory, Pool
 from benchmarks.gate_simulation.policies import Policy, View
 from benchmarks.gate_simulation.traces import Arrival
-from pykvcache.gate.backlog import Backlog
 from pykvcache.gate.terms import Decision, LoadSample, Offer, Reach, StepSample, Traffic
 
 REACHES_MAX = 16

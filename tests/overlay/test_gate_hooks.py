@@ -193,6 +193,16 @@ def test_a_load_that_no_worker_has_seen_yet_counts_as_a_read(gated: MakeGated) -
     assert it.gate.workload.traffic("B").disk_bytes == 0
 
 
+def test_long_hits_are_compared_at_few_ends() -> None:
+    where = [True] * 100 + [False] * 300
+    counts = gate_module._counts(where)
+    assert counts[0] == 1 and counts[-1] == 400 and 100 in counts
+    assert len(counts) == gate_module.REACHES_MAX
+    alternating = [at % 2 == 0 for at in range(400)]
+    assert len(gate_module._counts(alternating)) <= gate_module.REACHES_MAX
+    assert gate_module._counts([False] * 3) == [1, 2, 3]
+
+
 def test_always_loads_and_counts_what_would_be_declined(gated: MakeGated) -> None:
     it = gated(only_counts=True, disk_s=2.0)
     it.engine.add("B", 5)

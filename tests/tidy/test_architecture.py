@@ -146,7 +146,7 @@ def test_the_transfer_core_is_pure(path: Path) -> None:
     assert from_pool <= {"SlotLedger"}
 
 
-@pytest.mark.parametrize("name", ["terms", "gate", "fit", "estimate", "backlog"])
+@pytest.mark.parametrize("name", ["terms", "gate", "fit", "estimate"])
 def test_the_gate_is_pure(name: str) -> None:
     allowed = PURE | {"statistics", "numpy", "scipy.optimize"}
     impure = {

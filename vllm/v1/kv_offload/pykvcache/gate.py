@@ -320,12 +320,12 @@ class SchedulerGate:
 
 
 def _counts(where: Sequence[bool]) -> list[int]:
-    """Of how many chunks the loads consist that are compared: evenly spread, and where the tier
-    changes."""
+    """Of how many chunks the loads consist that are compared: evenly spread, where the tier
+    changes, and one, which is what trying a slow disk costs least with."""
     total = len(where)
     borders = [at for at in range(1, total) if where[at] != where[at - 1]][: REACHES_MAX // 2]
-    spread = REACHES_MAX - len(borders)
-    chosen = {-(-total * part // spread) for part in range(1, spread + 1)}
+    spread = REACHES_MAX - 1 - len(borders)
+    chosen = {1, *(-(-total * part // spread) for part in range(1, spread + 1))}
     return sorted(chosen | set(borders))
 
 

@@ -4,7 +4,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pykvcache.gate.backlog import Backlog
+from benchmarks.gate_simulation.backlog import Backlog
 
 
 def test_nothing_is_left_where_nothing_was_begun():
