@@ -120,7 +120,13 @@ class Bench:
 
     def _serve(self, name: str, arguments: Sequence[str], stack: ExitStack) -> Server:
         log = self._directory / "logs" / f"dead-disk-{name}.log"
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # vLLM leaves two processors to others if there is a connector, else one; on two it
+            # then leaves none, and computes with another number of threads.
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+        }
         all_arguments = ["--dtype=float32", "--max-model-len=2048", *arguments]
         return stack.enter_context(
             Server(ServerOptions(self._model, log, all_arguments, environment))
