@@ -86,8 +86,10 @@ class Breaker:
         self._close()
 
     def fail(self, failure: Failure, now: float) -> None:
-        """An operation has failed. What a disk that works may say as well (no such file, no space)
-        ends a row of faults only when it answers a trial."""
+        """An operation has failed. What only a disk that works says (no space) ends a row of faults
+        when it answers a trial; that there is no such file, a kernel knows without the disk."""
+        if failure is Failure.NOT_FOUND:
+            return
         if failure not in FAULTS:
             if self.position is Position.HALF_OPEN:
                 self._close()

@@ -72,7 +72,7 @@ def test_loads_are_trials_only_if_no_store_comes() -> None:
     assert breaker.admits(LOAD_PAUSES, is_load=True)
 
 
-@pytest.mark.parametrize("answer", OTHERS)
+@pytest.mark.parametrize("answer", sorted(set(OTHERS) - {Failure.NOT_FOUND}))
 def test_a_trial_that_the_disk_answers_closes_it(answer: Failure) -> None:
     breaker = opened()
     admits_store(breaker, 1.0)
@@ -80,6 +80,17 @@ def test_a_trial_that_the_disk_answers_closes_it(answer: Failure) -> None:
     assert not breaker.is_paused
     breaker.fail(FAULT, 1.2)
     assert not breaker.is_paused, "the row begins anew"
+
+
+def test_that_a_file_is_missing_may_be_the_kernels_answer() -> None:
+    breaker = opened()
+    assert admits_store(breaker, 1.0)
+    breaker.fail(Failure.NOT_FOUND, 1.1)
+    assert breaker.is_paused
+    assert not admits_store(breaker, 1.9)
+    assert admits_store(breaker, 2.0), "another trial follows after the pause"
+    breaker.succeed(2.1)
+    assert not breaker.is_paused
 
 
 def test_each_trial_that_fails_doubles_the_pause() -> None:
