@@ -24,6 +24,13 @@ DRAM_PRIOR = 50e9
 LOAD_PRIOR_S = 0.005
 """Seconds a load takes beside its bytes: two steps of the engine, opening files."""
 
+LOAD_PRIOR_WEIGHT = 0.3
+"""Samples that this counts as: long loads say little about it, and short ones, which look whether
+a disk has recovered, are judged by it."""
+
+BYTES_SHARE_MIN = 0.1
+"""Time of a load's bytes, as a share of the rest, from which on it says how fast they are read."""
+
 STEP_PRIOR_S = 0.002
 """Seconds a step takes beside its tokens."""
 
@@ -44,9 +51,6 @@ PROBE_MIN_S = 10.0
 
 PROBE_MAX_S = 60.0
 """The longest such time; it doubles as long as probes find what was expected."""
-
-PROBE_AGAIN_S = 1.0
-"""The time after a load that was not as expected: it takes three to believe it."""
 
 SURPRISE = 1.5
 """Factor by which a load must differ from what was expected to be looked at again soon."""
@@ -173,9 +177,9 @@ class OnlineEstimate:
     def _note_disk(self, ratio: float, now: float) -> None:
         self._disk_seen_at = now
         if 1 / SURPRISE < ratio < SURPRISE:
-            self._probe_s = min(max(2 * self._probe_s, PROBE_MIN_S), PROBE_MAX_S)
+            self._probe_s = min(2 * self._probe_s, PROBE_MAX_S)
         else:
-            self._probe_s = PROBE_AGAIN_S
+            self._probe_s = PROBE_MIN_S
 
     def wants_probe(self, now: float) -> bool:
         """Whether nothing was read for so long that the disk may be another by now."""
@@ -211,7 +215,7 @@ class _Tier:
     def __init__(self, name: str, rate: float, calibration: Measured | None) -> None:
         self._name = name
         self._calibration = calibration
-        self._prices = Prices([LOAD_PRIOR_S, 1 / rate], LOADS_REMEMBERED)
+        self._prices = Prices([LOAD_PRIOR_S, 1 / rate], LOADS_REMEMBERED, weight=LOAD_PRIOR_WEIGHT)
         self._level = Level(band=0.15)
 
     @property
@@ -224,18 +228,27 @@ class _Tier:
 
     def load_s(self, size: int) -> float:
         """Of so many bytes; nothing for none."""
-        return self._usual_s(size) * self._level.factor if size else 0.0
+        if not size:
+            return 0.0
+        fixed_s, bytes_s = self._parts(size)
+        return fixed_s + bytes_s * self._level.factor
 
-    def _usual_s(self, size: int) -> float:
-        if self._calibration is not None:
-            return self._calibration.load_s(self._name, size)
-        return self._prices.total((1.0, float(size)))
+    def _parts(self, size: int) -> tuple[float, float]:
+        """What a load takes beside its bytes, and what these take at level 1."""
+        if self._calibration is None:
+            fixed_s, byte_s = self._prices.prices
+            return fixed_s, size * byte_s
+        fixed_s = self._calibration.load_s(self._name, 1)
+        return fixed_s, max(0.0, self._calibration.load_s(self._name, size) - fixed_s)
 
     def observe(self, size: int, seconds: float) -> None:
-        if self._calibration is not None or self._prices.samples >= TRUST:
-            # The whole against the whole: a price that has come out as nothing has no ratio.
-            self._level.add(seconds / max(self._usual_s(size), 1e-9))
-        self._prices.add((1.0, float(size)), seconds / self._level.factor)
+        fixed_s, bytes_s = self._parts(size)
+        # As far as the rest leaves something of it.
+        own_s = max(seconds - fixed_s, 0.1 * seconds)
+        trusted = self._calibration is not None or self._prices.samples >= TRUST
+        if trusted and bytes_s * self._level.factor >= BYTES_SHARE_MIN * fixed_s:
+            self._level.add(own_s / max(bytes_s, 1e-9))
+        self._prices.add((1.0, float(size)), seconds - own_s + own_s / self._level.factor)
 
 
 def _contexts(start: int, tokens: int) -> float:

@@ -125,24 +125,25 @@ class Gate:
         """What probes may cost by now."""
 
     def decide(self, offer: Offer, traffic: Traffic, now: float) -> Decision:
-        """As :func:`decide`; a probe loads the first reach with the reason it was declined for.
+        """As :func:`decide`; a probe loads with the reason it was declined for.
 
         Args:
-            offer: at least one reach; the shorter the first, the cheaper a probe.
+            offer: at least one reach; the shorter the first, the cheaper a probe can be.
             traffic: of others.
             now: seconds, never less than before.
         """
         decision = decide(self.estimate, offer, traffic, self._margin)
-        first = offer.reaches[0]
-        if decision.tokens > offer.cached_tokens or not first.disk_bytes:
+        if decision.tokens > offer.cached_tokens or not offer.reaches[0].disk_bytes:
             return decision
         own_s = decision.recompute_s - traffic.wait_s
         self._credit_s += PROBE_SHARE * own_s
         if not self.estimate.wants_probe(now):
             return decision
-        cost_s = self.estimate.load_s(first.dram_bytes, first.disk_bytes, traffic)
-        if cost_s > min(self._credit_s, PROBE_MOST * own_s):
-            return decision
-        self._credit_s -= cost_s
-        self.estimate.begin_probe(now)
-        return replace(decision, tokens=first.tokens)
+        # The longest, which says most about the disk.
+        for reach in reversed(offer.reaches):
+            cost_s = self.estimate.load_s(reach.dram_bytes, reach.disk_bytes, traffic)
+            if cost_s <= min(self._credit_s, PROBE_MOST * own_s):
+                self._credit_s -= cost_s
+                self.estimate.begin_probe(now)
+                return replace(decision, tokens=reach.tokens)
+        return decision

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pykvcache.gate.gate import PROBE_SHARE, Gate, could_pass, decide
+from pykvcache.gate.gate import PROBE_MOST, PROBE_SHARE, Gate, could_pass, decide
 from pykvcache.gate.terms import Reason, Traffic
 from tests.gate.machine import CHUNK, TOKEN_BYTES, Machine, offer_of
 
@@ -122,7 +122,7 @@ class Untried(Machine):
         object.__setattr__(self, "probed_at", now)
 
 
-def test_tries_a_slow_disk_with_one_chunk_once_enough_was_declined():
+def test_tries_a_slow_disk_once_enough_was_declined():
     machine = Untried(disk=1e9)
     gate, offer = Gate(machine), offer_of(32_784, 0, 32_768)
     cost_s = machine.load_s(0, CHUNK * TOKEN_BYTES, Traffic())
@@ -132,17 +132,34 @@ def test_tries_a_slow_disk_with_one_chunk_once_enough_was_declined():
     for _ in range(declined):
         assert gate.decide(offer, Traffic(), now=9.0).tokens == 0
     probe = gate.decide(offer, Traffic(), now=10.0)
-    assert (probe.tokens, probe.reason) == (CHUNK, Reason.SLOWER)
+    assert probe.tokens >= CHUNK
+    assert probe.reason is Reason.SLOWER
+    assert machine.load_s(0, probe.tokens * TOKEN_BYTES, Traffic()) <= (declined + 1) * earned_s
     assert machine.probed_at == 10.0
 
 
 def test_probes_cost_no_more_than_their_share():
     machine = Untried(disk=1e9)
     gate, offer = Gate(machine), offer_of(32_784, 0, 32_768)
-    probes = sum(gate.decide(offer, Traffic(), now=10.0 + at).tokens > 0 for at in range(1000))
-    cost_s = probes * machine.load_s(0, CHUNK * TOKEN_BYTES, Traffic())
-    most_s = 1000 * PROBE_SHARE * machine.compute_s(0, 32_784, Traffic())
-    assert 0.9 * most_s < cost_s <= most_s
+    compute_s = machine.compute_s(0, 32_784, Traffic())
+    cost_s = 0.0
+    for at in range(1, 1001):
+        loaded = gate.decide(offer, Traffic(), now=10.0 + at).tokens
+        if loaded:
+            cost_s += machine.load_s(0, loaded * TOKEN_BYTES, Traffic())
+        assert cost_s <= at * PROBE_SHARE * compute_s
+    assert cost_s > 0.9 * 1000 * PROBE_SHARE * compute_s
+
+
+def test_a_probe_that_was_long_in_coming_is_a_long_one():
+    machine = Untried(disk=1e9)
+    gate, offer = Gate(machine), offer_of(32_784, 0, 32_768)
+    for _ in range(1000):
+        gate.decide(offer, Traffic(), now=9.0)
+    compute_s = machine.compute_s(0, 32_784, Traffic())
+    loaded = gate.decide(offer, Traffic(), now=10.0).tokens
+    assert loaded > CHUNK
+    assert machine.load_s(0, loaded * TOKEN_BYTES, Traffic()) <= PROBE_MOST * compute_s
 
 
 def test_tries_nothing_that_would_cost_a_short_prompt_much():
