@@ -215,7 +215,12 @@ class _Tier:
     def __init__(self, name: str, rate: float, calibration: Measured | None) -> None:
         self._name = name
         self._calibration = calibration
-        self._prices = Prices([LOAD_PRIOR_S, 1 / rate], LOADS_REMEMBERED, weight=LOAD_PRIOR_WEIGHT)
+        self._prices = Prices(
+            [LOAD_PRIOR_S, 1 / rate],
+            LOADS_REMEMBERED,
+            leading=1,
+            weights=(LOAD_PRIOR_WEIGHT, 1e-3),
+        )
         self._level = Level(band=0.15)
 
     @property

@@ -40,22 +40,27 @@ class Prices:
         memory: float,
         *,
         proportional: bool = False,
-        weight: float = 1e-3,
+        leading: int | None = None,
+        weights: Sequence[float] | None = None,
     ) -> None:
         """Args:
         prior: a price for each unit, above 0.
         memory: samples after which an old one has lost two thirds of its weight.
         proportional: the first sample says how far all prices are from the prior, instead of
             the one that makes up most of it.
-        weight: of the prior, in samples: a price that is wrong by its own size is one of them.
+        leading: the price that the first sample says most about; None for the one that makes up
+            most of it by the prior.
+        weights: of the prior's prices, in samples: one that is wrong by its own size is one of
+            them. Little for all of them if None.
         """
         self._scale = np.array(prior, dtype=float)
         size = len(self._scale)
-        self._prior = weight * np.eye(size)
+        self._prior = np.diag([1e-3] * size if weights is None else list(weights))
         self._gram = np.zeros((size, size))
         self._moments = np.zeros(size)
         self._keep = 1.0 - 1.0 / memory
         self._proportional = proportional
+        self._leading = leading
         self._prices = self._scale.copy()
         self.samples = 0
         self._contradiction = 0
@@ -98,7 +103,10 @@ class Prices:
     def _rescale(self, amounts: Sequence[float], total: float) -> None:
         """Take over the size of the first sample: only what tells prices apart is the prior's."""
         parts = self._prices * np.asarray(amounts, dtype=float)
-        chosen = np.ones(len(parts), dtype=bool) if self._proportional else parts == parts.max()
+        chosen = np.ones(len(parts), dtype=bool)
+        if not self._proportional:
+            leading = int(parts.argmax()) if self._leading is None else self._leading
+            chosen = np.arange(len(parts)) == leading
         factor = max(total - parts[~chosen].sum(), total / 2) / max(parts[chosen].sum(), 1e-12)
         self._scale[chosen] *= max(factor, 1e-6)
         self._prices = self._scale.copy()

@@ -127,6 +127,26 @@ def test_counts_what_stood_before_a_load():
     )
 
 
+def test_takes_a_first_load_that_is_slow_for_a_slow_disk():
+    served = Served(Machine(disk=25e6))
+    served.loads(1)
+    assert served.estimate.disk_bytes_per_s == pytest.approx(25e6, rel=0.4)
+
+
+def test_long_loads_leave_what_short_ones_take_as_it_was():
+    served = Served(Machine(fixed_s=0.005))
+    served.loads(40)
+    chunk = 256 * TOKEN_BYTES
+    truth = served.machine.load_s(0, chunk, IDLE)
+    assert served.estimate.load_s(0, chunk, IDLE) == pytest.approx(truth, rel=0.25)
+    for _ in range(5):  # a disk that is ten times as slow, seen by single chunks
+        served.now += 1
+        seconds = served.machine.fixed_s + 10 * chunk / served.machine.disk
+        served.estimate.observe_load(LoadSample(0, chunk, 0, seconds), served.now)
+    slow = served.machine.disk / 10
+    assert served.estimate.disk_bytes_per_s == pytest.approx(slow, rel=0.35)
+
+
 def test_learns_of_each_tier_from_its_own_loads():
     machine = Machine(disk=6e9, dram=55e9)
     served = Served(machine)
