@@ -102,7 +102,7 @@ class Prices:
 
     def _rescale(self, amounts: Sequence[float], total: float) -> None:
         """Take over the size of the first sample: only what tells prices apart is the prior's."""
-        parts = self._prices * np.asarray(amounts, dtype=float)
+        parts = self._scale * np.asarray(amounts, dtype=float)
         chosen = np.ones(len(parts), dtype=bool)
         if not self._proportional:
             leading = int(parts.argmax()) if self._leading is None else self._leading
