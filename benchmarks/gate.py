@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -39,7 +40,6 @@ from scripts.serving import (
     Server,
     ServerOptions,
     ending_on_signals,
-    kv_files,
 )
 
 MB = 1_000_000
@@ -192,6 +192,7 @@ class Bench:
         self._prompts = Prompts(model)
         self._throttle = throttle
         self.root = directory / "gate-root"
+        stack.callback(shutil.rmtree, self.root, ignore_errors=True)
         extra = {"root": str(self.root), "dram_policy": "none", "preload_lookahead": 0}
         arguments = [
             "--kv-offloading-backend=pykvcache",
@@ -210,7 +211,6 @@ class Bench:
         for count in chunks:
             self._ask(count, ARMS["compute"])
         self._server.wait_idle(self.root)
-        self._chunk_bytes = max(path.stat().st_size for path in kv_files(self.root))
 
     def begin(self, rate: float, chunks: int) -> None:
         """Change the rate, and let the gate learn it."""

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 REACHES_MAX = 16
-"""Ends of a load that are compared; so many are as good as all, and take a tenth of a millisecond
-each."""
+"""Ends of a load that are compared: so many are nearly as good as all of them, and take a tenth of
+a millisecond together."""
 
 STORES_ASKED_S = 1.0
 """Seconds for which the answer is believed that stores could pass the gate, or could not."""

@@ -4,6 +4,8 @@
 A step without tokens only asks whether transfers have ended. vLLM repeats such steps as fast as
 it can, which takes both the engine's and the worker's processor from the very transfers they wait
 for: the scheduler says that a step is empty, and the worker lets a transfer end before it answers.
+
+Steps are numbered, so that the scheduler knows which one a worker's report belongs to.
 """
 
 from __future__ import annotations
