@@ -22,6 +22,10 @@ CONTRADICTION = 4.0
 """Factor by which two samples in a row must contradict those before, while there are few, for these
 to be forgotten: the first ones may be of a cold machine, or of one that nobody else used yet."""
 
+AGREEING = 5
+"""Ratios in a row beyond the same side of the band that tell a small change. Were all to leave the
+band by chance, one run in 32 would leave it on that side."""
+
 OUTLIER = 2.0
 """Factor beyond which a sample that contradicts the estimate counts as this factor."""
 
@@ -142,14 +146,23 @@ class Level:
         if len(self._ratios) < 3:
             return False
         level = math.log(self.factor)
-        change = median(list(self._ratios)[-3:]) - level
-        if abs(change) > math.log(1.5):
-            # Three in a row agree that much has changed: those before are of another machine.
-            while len(self._ratios) > 3:
-                self._ratios.popleft()
-        else:
-            change = median(self._ratios) - level
-            if abs(change) <= self._band:
-                return False
+        # Those before the last ones are of another machine, if these agree about a change.
+        if abs(median(list(self._ratios)[-3:]) - level) > math.log(1.5):
+            self._remember(3)
+        elif self._is_beyond_band(level):
+            self._remember(AGREEING)
+        change = median(self._ratios) - level
+        if abs(change) <= self._band:
+            return False
         self.factor *= math.exp(min(max(change, -self._step), self._step))
         return True
+
+    def _is_beyond_band(self, level: float) -> bool:
+        """Whether as many as it takes have come in a row, all beyond the same side of the band."""
+        changes = [ratio - level for ratio in list(self._ratios)[-AGREEING:]]
+        is_full = len(changes) == AGREEING
+        return is_full and (min(changes) > self._band or max(changes) < -self._band)
+
+    def _remember(self, count: int) -> None:
+        while len(self._ratios) > count:
+            self._ratios.popleft()

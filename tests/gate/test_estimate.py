@@ -246,3 +246,24 @@ def test_a_level_stays_within_its_band_and_follows_what_lasts():
     for _ in range(3):
         level.add(3.0)
     assert level.factor == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("change", [0.75, 1.3])
+def test_a_level_follows_a_small_change_that_lasts_before_half_of_its_window_has_seen_it(change):
+    level = Level()
+    for _ in range(15):
+        level.add(1.0)
+    for _ in range(4):
+        level.add(change)
+    assert level.factor == 1.0
+    level.add(change)
+    assert level.factor == pytest.approx(change)
+
+
+@given(st.lists(st.floats(0.01, 100), max_size=60))
+def test_a_level_stays_where_no_few_in_a_row_agree(ratios):
+    level = Level()
+    for ratio in ratios:
+        for each in (1.0, ratio, 1.0):
+            level.add(each)
+    assert level.factor == 1.0
