@@ -38,18 +38,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult as TierJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from pykvcache.access import access_of, make_directories
+from pykvcache.access import access_of
 from pykvcache.capacity.admission import Admission
 from pykvcache.capacity.keeper import Keeper
-from pykvcache.identity import RankIdentity, claim_directory
-from pykvcache.layout import (
-    QUARANTINE,
-    BlockSpan,
-    ChunkPaths,
-    file_bytes,
-    padded,
-    rank_directory,
-)
+from pykvcache.claims import Claim
+from pykvcache.identity import RankIdentity
+from pykvcache.layout import BlockSpan, ChunkPaths, file_bytes, padded
 from pykvcache.limits import tier_limits_of
 from pykvcache.pool import Pool
 from pykvcache.reactor.copier import NoCopier
@@ -176,17 +170,14 @@ class PyKVCacheTier(SecondaryTierManager):
         identity = tier_identity(config, options, rows.row_bytes)
         # Nothing follows a symbolic link once the root itself has been found.
         root, access = Path(os.path.realpath(options.root)), access_of(options)
-        server_directory = identity.directory(root)
-        claim_directory(identity, server_directory, root, access)
-        directory = rank_directory(server_directory, RANK)
         rank_identity = RankIdentity(
             server=identity.fingerprint.hex(),
             rank=RANK,
             layers=tuple(group.layer_names for group in config.groups),
             page_bytes=((rows.row_bytes,),) * len(config.groups),
         )
-        claim_directory(rank_identity, directory, root, access)
-        make_directories(directory / QUARANTINE, root, access)
+        self._claim = Claim(root, access, identity, rank_identity, logger)
+        directory = self._claim.directory
         direct = choose_tier_direct(options, directory, rows)
         engine = choose_engine(options.io_engine, directory, direct.direct)
         for choice, asked in ((direct, options.direct_io), (engine, options.io_engine)):
@@ -354,6 +345,8 @@ class PyKVCacheTier(SecondaryTierManager):
         written = [chunk.key for chunk in submitted.job.chunks if chunk.key not in failures]
         self._catalog.end_store(written, stored=True)
         self._catalog.end_store(failures, stored=False)
+        if Failure.NOT_FOUND in failures.values():
+            self._claim.renew()
         self._admission.end(len(submitted.job.chunks))
         if self._events is not None and done:
             self._events.append(OffloadingEvent(list(done), self.medium, False, self.locality))

@@ -24,11 +24,11 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from pykvcache.access import make_directories
 from pykvcache.capacity.no_space import NoSpaceReporter
+from pykvcache.claims import Claim
 from pykvcache.geometry import ChunkGeometry, PageReference
-from pykvcache.identity import RankIdentity, claim_directory
-from pykvcache.layout import QUARANTINE, ChunkPaths, rank_directory
+from pykvcache.identity import RankIdentity
+from pykvcache.layout import ChunkPaths
 from pykvcache.limits import limits_of
 from pykvcache.pool import Pool, slots_of
 from pykvcache.reactor.device import CopyBatch, make_copier
@@ -60,15 +60,14 @@ class PyKVCacheWorker(OffloadingWorker):
         self._options = options
         geometry = geometry_of(caches, spec.blocks_per_chunk)
         self.server_directory = spec.directory
-        directory = rank_directory(spec.directory, parallel.rank)
         rank_identity = RankIdentity(
             server=spec.identity.fingerprint.hex(),
             rank=parallel.rank,
             layers=tuple(group.layer_names for group in spec.config.groups),
             page_bytes=tuple(tuple(page.page_bytes for page in group) for group in geometry.groups),
         )
-        claim_directory(rank_identity, directory, spec.root, spec.access)
-        make_directories(directory / QUARANTINE, spec.root, spec.access)
+        self._claim = Claim(spec.root, spec.access, spec.identity, rank_identity, logger)
+        directory = self._claim.directory
         slots = slots_of(
             spec.pool_bytes, geometry.slot_bytes, options.slots_min, parallel.world_size
         )
@@ -266,6 +265,8 @@ class PyKVCacheWorker(OffloadingWorker):
             self._ended_loads[result.job_id] = load_report(job, result, ahead_bytes)
         if Failure.NO_SPACE in result.failures.values():
             self._no_space.report()
+        if job.direction is Direction.STORE and Failure.NOT_FOUND in result.failures.values():
+            self._claim.renew()
         return ChunkTransferResult(
             job_id=result.job_id,
             success=not failed,
