@@ -9,13 +9,15 @@ kernel does it itself after an error that it cannot go on from (``EXT4_IOC_SHUTD
 read and write fails with EIO from then on. The server leaves such a disk alone, and tries it again
 now and then.
 
-Then both are asked the same prompts in turn, the first one changing from round to round: some that
-are on the dead disk, and some that nobody has seen. Reported are medians of per-round ratios.
+Then both are asked the same prompts in turn, in changing order: some that are on the dead disk, and
+some that nobody has seen. The server without offloading is asked twice in each round; its ratio to
+itself is what the machine's noise comes to. Reported are medians of per-round ratios.
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import statistics
@@ -40,12 +42,13 @@ EXT4_IOC_SHUTDOWN = 0x8004587D
 WITHOUT_LOG_FLUSH = 2
 
 DISK_BYTES = 2 << 30
-PROMPT_TOKENS = 1040
+PROMPT_TOKENS = 528
 ANSWER_TOKENS = 32
 STORED = 4
 """Prompts on the disk when it dies."""
-ROUNDS = 20
-QUICK_ROUNDS = 8
+ROUNDS = 60
+QUICK_ROUNDS = 12
+ORDERS = tuple(itertools.permutations(("offloading", "plain", "plain again")))
 PAUSED = "vllm:kv_offload_paused"
 FAILURES = "vllm:kv_offload_chunk_failures_total"
 PAUSE_DEADLINE_S = 120.0
@@ -159,13 +162,14 @@ class Bench:
         return asked
 
     def round(self, number: int) -> dict[str, tuple[float, float]]:
-        """One prompt for both; seconds to the first token and to the last."""
+        """One prompt, asked by each of :data:`ORDERS`' names; seconds to the first token and to the
+        last."""
         # Every other one is on the dead disk; the others are new.
         seed = number // 2 % STORED if number % 2 else 1000 + number
         prompt = self._prompts.of(PROMPT_TOKENS, seed)
-        order = [("offloading", self.offloading), ("plain", self.plain)]
         seconds = {}
-        for name, server in order if number // 2 % 2 else reversed(order):
+        for name in ORDERS[number // 2 % len(ORDERS)]:
+            server = self.offloading if name == "offloading" else self.plain
             server.reset_prefix_cache()
             answer = server.complete(prompt, ANSWER_TOKENS)
             seconds[name] = (answer.ttft_s, answer.total_s)
@@ -173,12 +177,16 @@ class Bench:
 
 
 def report_of(rounds: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Any]:
-    """Medians of the per-round ratios with offloading to without, and their ranges."""
+    """Medians of the per-round ratios to the server without offloading, their quartiles and
+    ranges; ``control``: of that server, asked again, to itself."""
     report: dict[str, Any] = {"rounds": len(rounds)}
-    for at, name in enumerate(("ttft_ratio", "total_ratio")):
-        ratios = [each["offloading"][at] / each["plain"][at] for each in rounds]
-        report[name] = statistics.median(ratios)
-        report[f"{name}_range"] = [min(ratios), max(ratios)]
+    for prefix, name in (("", "offloading"), ("control_", "plain again")):
+        for at, figure in enumerate(("ttft", "total")):
+            ratios = [each[name][at] / each["plain"][at] for each in rounds]
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            report[f"{prefix}{figure}_ratio"] = middle
+            report[f"{prefix}{figure}_quartiles"] = [low, high]
+            report[f"{prefix}{figure}_range"] = [min(ratios), max(ratios)]
     return report
 
 
@@ -212,12 +220,13 @@ def main(
             rounds.append(bench.round(number))
         failures = bench.offloading.metrics().by(FAILURES, "reason")
     report = {**report_of(rounds), "requests_until_paused": until_paused, "failures": failures}
-    table = Table("with a dead disk / without offloading", "median", "range")
-    for name in ("ttft_ratio", "total_ratio"):
-        low, high = report[f"{name}_range"]
-        table.add_row(name, f"{report[name]:.3f}", f"{low:.2f}-{high:.2f}")
+    table = Table("with a dead disk / without offloading", "median", "quartiles", "range")
+    for name in ("ttft", "total", "control_ttft", "control_total"):
+        spreads = [report[f"{name}_{spread}"] for spread in ("quartiles", "range")]
+        cells = [f"{low:.2f}-{high:.2f}" for low, high in spreads]
+        table.add_row(name, f"{report[f'{name}_ratio']:.3f}", *cells)
     console.print(table)
-    console.print({name: value for name, value in report.items() if "ratio" not in name})
+    console.print({name: report[name] for name in ("requests_until_paused", "failures")})
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(report, indent=1) + "\n")

@@ -30,10 +30,12 @@ def test_everything_on_it_fails_once_it_is_dead(tmp_path: Path) -> None:
 
 def test_ratios_are_of_one_round_each() -> None:
     rounds = [
-        {"offloading": (1.0, 4.0), "plain": (1.0, 2.0)},
-        {"offloading": (3.0, 3.0), "plain": (1.0, 3.0)},
-        {"offloading": (6.0, 6.0), "plain": (3.0, 6.0)},
+        {"offloading": (1.0, 4.0), "plain": (1.0, 2.0), "plain again": (1.0, 2.0)},
+        {"offloading": (3.0, 3.0), "plain": (1.0, 3.0), "plain again": (1.5, 3.0)},
+        {"offloading": (6.0, 6.0), "plain": (3.0, 6.0), "plain again": (2.0, 3.0)},
     ]
     report = report_of(rounds)
-    assert (report["ttft_ratio"], report["ttft_ratio_range"]) == (2.0, [1.0, 3.0])
+    assert (report["ttft_ratio"], report["ttft_range"]) == (2.0, [1.0, 3.0])
+    assert report["ttft_quartiles"] == [1.5, 2.5]
     assert report["total_ratio"] == 1.0
+    assert (report["control_ttft_ratio"], report["control_total_ratio"]) == (1.0, 1.0)
